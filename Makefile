@@ -1,0 +1,42 @@
+# Every target sets itself up: it makes .venv, installs the project into it, and runs.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: help demo test lint format bench clean
+
+help:
+	@echo "make demo    train a small ViT on digits, make it sparse, print the table (about 2 minutes)"
+	@echo "make test    run all tests"
+	@echo "make lint    ruff and pyright"
+	@echo "make format  let ruff rewrite the sources"
+	@echo "make bench   remake benchmarks/results (needs the real weights and images)"
+
+# The stamp is written last, so an interrupted install is repeated and never half used.
+$(READY): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/sparsifiner demo
+
+# Two worker processes of one thread each use two cores better than one process of two threads.
+test: $(READY)
+	$(BIN)/python -m pytest --numprocesses 2
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python benchmarks/accuracy.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

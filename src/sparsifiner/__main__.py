@@ -1,0 +1,6 @@
+"""``python -m sparsifiner``."""
+
+from sparsifiner.cli.main import run
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,202 @@
+"""save() and load(): one safetensors file that holds weights, settings and the host's name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from sparsifiner import __version__
+from sparsifiner.config import SparseConfig
+from sparsifiner.convert import conversion_of, find_host, sparse_layers, sparsify
+from sparsifiner.errors import CheckpointError, ConfigError
+from sparsifiner.files import replacing
+from sparsifiner.hosts import table
+
+FORMAT = "sparsifiner"
+FORMAT_VERSION = 1
+
+
+def save(student: nn.Module, path: str | os.PathLike[str], *, host_weights: bool = True) -> None:
+    """Writes a converted model to one safetensors file; an existing file is replaced only by a whole one.
+
+    Args:
+        student: a converted model.
+        path: where to; by custom ``….safetensors``.
+        host_weights: with them, `load` needs nothing else; without, the file holds the predictors only and
+            `load` needs the host model.
+    """
+    record = conversion_of(student)
+    tensors = {
+        name: tensor.contiguous()
+        for name, tensor in student.state_dict().items()
+        if host_weights or ".predictor." in name
+    }
+    description = {
+        "format_version": FORMAT_VERSION,
+        "library_version": __version__,
+        "config": json.loads(record.config.to_json()),
+        "host": record.host_name,
+        "model_class": type(student).__name__,
+        "model": record.host.describe(student),
+        "grids": [list(layer.predictor.grid) for layer in sparse_layers(student)],
+        "host_weights": host_weights,
+    }
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise CheckpointError(f"cannot write {target}: the folder {target.parent} does not exist")
+    try:
+        with replacing(target) as temporary:
+            # Tied weights share memory, which the format refuses; a clone each is what it would read back.
+            save_file(_untied(tensors), temporary, metadata={FORMAT: json.dumps(description)})
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {target}: {error}") from error
+
+
+def load(path: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.Module:
+    """Reads what `save` wrote: a converted model in evaluation mode, on the CPU, without any network.
+
+    Args:
+        path: a file written by `save`.
+        model: the dense host, for files without host weights and for hosts that are not registered by name.
+            It is left untouched; host weights in the file replace those of the copy.
+    """
+    description, tensors = _read(Path(path))
+    config = _config(description, path)
+    if model is None:
+        if not description["host_weights"]:
+            raise CheckpointError(
+                f"{path} holds predictors only: pass the host they belong to, load(path, model=...) "
+                f"({_host_name(description)})"
+            )
+        model = _build(description, path)
+    else:
+        _check_host(model, description, path)
+    grids = description["grids"]
+    sites = sum(1 for _ in find_host(model).sites(model))
+    if len(grids) != sites:
+        raise CheckpointError(
+            f"{path} is of a model with {len(grids)} attention layers, this one has {sites}: made with other "
+            "arguments? Make it as it was and pass model=..."
+        )
+    student = sparsify(model, config)
+    layers = sparse_layers(student)
+    for layer, grid in zip(layers, grids, strict=True):
+        layer.predictor.rebase((int(grid[0]), int(grid[1])))
+    _fill(student, tensors, path, strict=description["host_weights"])
+    return student.eval()
+
+
+def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a checkpoint says of itself, without reading its weights."""
+    return _read(Path(path), weights=False)[0]
+
+
+def _untied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    seen: set[int] = set()
+    result = {}
+    for name, tensor in tensors.items():
+        pointer = tensor.untyped_storage().data_ptr()
+        result[name] = tensor.clone() if pointer in seen else tensor
+        seen.add(pointer)
+    return result
+
+
+def _read(path: Path, weights: bool = True) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    if not path.is_file():
+        raise CheckpointError(f"{path} does not exist or is not a file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if weights else {}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a whole safetensors file ({error}): truncated, or another format? "
+            "Files made by sparsifiner.save can be loaded"
+        ) from None
+    if FORMAT not in metadata:
+        raise CheckpointError(
+            f"{path} was not written by sparsifiner.save: load plain weights into the host model instead"
+        )
+    try:
+        description = json.loads(metadata[FORMAT])
+        version = description["format_version"]
+        missing = {"config", "host", "model", "grids", "host_weights", "model_class"} - set(description)
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise CheckpointError(f"{path}: its description is damaged") from None
+    if version > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format {version}, written by sparsifiner {description.get('library_version')}; "
+            f"this version reads up to {FORMAT_VERSION}: upgrade sparsifiner"
+        )
+    if missing:
+        raise CheckpointError(f"{path}: its description lacks {', '.join(sorted(missing))}")
+    return description, tensors
+
+
+def _config(description: dict[str, Any], path: Any) -> SparseConfig:
+    try:
+        return SparseConfig.from_json(json.dumps(description["config"]))
+    except (ConfigError, TypeError) as error:
+        raise CheckpointError(f"{path}: its settings are damaged: {error}") from None
+
+
+def _host_name(description: dict[str, Any]) -> str:
+    made_as = description["model"].get("architecture") or description["model_class"]
+    return f"{description['host']} {made_as}"
+
+
+def _build(description: dict[str, Any], path: Any) -> nn.Module:
+    host = table().get(description["host"])
+    if host is None:
+        raise CheckpointError(f"{path} is of host {description['host']!r}, known are: {', '.join(table())}")
+    try:
+        return host.build(description["model"])
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+
+
+def _check_host(model: nn.Module, description: dict[str, Any], path: Any) -> None:
+    host = find_host(model)
+    theirs, ours = description["model"], host.describe(model)
+    if host.name != description["host"] or type(model).__name__ != description["model_class"]:
+        raise CheckpointError(
+            f"{path} belongs to {_host_name(description)}, not to a {type(model).__name__} of {host.name}"
+        )
+    names = theirs.get("architecture"), ours.get("architecture")
+    if all(names) and names[0] != names[1]:
+        raise CheckpointError(f"{path} belongs to {names[0]}, not to {names[1]}")
+    if theirs["img_size"] != ours["img_size"]:
+        raise CheckpointError(
+            f"{path} is for images of {_size(theirs)}, the model takes {_size(ours)}: make the model at that "
+            "size, load, then call set_input_size"
+        )
+
+
+def _size(description: dict[str, Any]) -> str:
+    return " x ".join(str(side) for side in description["img_size"])
+
+
+def _fill(student: nn.Module, tensors: dict[str, torch.Tensor], path: Any, strict: bool) -> None:
+    expected = student.state_dict()
+    for name, tensor in tensors.items():
+        if name in expected and expected[name].shape != tensor.shape:
+            raise CheckpointError(
+                f"{path}: {name} is {tuple(tensor.shape)} in the file and {tuple(expected[name].shape)} in the "
+                "model: another size, or made with other arguments; make it as it was and pass model=..."
+            )
+    wanted = {name for name in expected if strict or ".predictor." in name}
+    if missing := sorted(wanted - set(tensors)):
+        raise CheckpointError(f"{path} lacks {len(missing)} tensors, such as {missing[0]}: made with other arguments?")
+    if foreign := sorted(set(tensors) - set(expected)):
+        raise CheckpointError(
+            f"{path} holds {len(foreign)} tensors the model has not, such as {foreign[0]}: made with other "
+            "arguments? Make the model as it was and pass model=..."
+        )
+    student.load_state_dict(tensors, strict=False)

@@ -1,0 +1,1 @@
+"""The command line: one file a verb, no logic of its own, torch imported only inside the verbs."""

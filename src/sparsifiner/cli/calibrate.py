@@ -1,0 +1,76 @@
+"""`sparsifiner calibrate`: a dense model to a sparse checkpoint, in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sparsifiner.cli import common
+
+
+def calibrate(
+    data: Annotated[str, typer.Option(help="Images to calibrate on. " + common.DATA)],
+    out: Annotated[Path, typer.Option(help="Where to write the checkpoint (.safetensors).")],
+    model: common.ModelName = None,
+    weights: common.Weights = None,
+    image_size: common.ImageSize = None,
+    keep: common.Keep = "0.25",
+    n_down: common.LandmarkCount = 32,
+    tau: common.Tau = 0.05,
+    basis_threshold: common.BasisThreshold = 0.01,
+    residual: Annotated[bool, typer.Option(help="Add back the low-rank estimate of what is dropped.")] = True,
+    tile: common.Tile = None,
+    images: Annotated[int, typer.Option(min=1, help="How many images to calibrate on.")] = 256,
+    seed: common.Seed = 0,
+    preprocess: common.Preprocess = "model",
+    split: common.Split = "train",
+    batch_size: common.BatchSize = 16,
+    workers: common.Workers = 0,
+    skip_unreadable: common.SkipUnreadable = False,
+    predictors_only: Annotated[
+        bool, typer.Option("--predictors-only", help="Leave the host's weights out of the file.")
+    ] = False,
+    threads: common.Threads = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Converts a model and fits its predictors to images, without training.
+
+    Example: `sparsifiner calibrate --model deit_tiny_patch16_224 --weights hub --data images/ --keep 0.25
+    --n-down 49 --tau 0.02 --out student.safetensors`
+    """
+    import sparsifiner as sp
+
+    common.use_threads(threads)
+    config = sp.SparseConfig(
+        common.parse_keep(keep),
+        n_down=n_down,
+        tau=tau,
+        basis_threshold=basis_threshold,
+        residual=residual,
+        tile=common.parse_tile(tile),
+    )
+    host = common.host_model(model, weights, image_size)
+    student = sp.sparsify(host, config)
+    source = common.loader(
+        host,
+        data,
+        preprocess=preprocess,
+        labels=False,
+        split=split,
+        limit=images,
+        seed=seed,
+        batch_size=batch_size,
+        workers=workers,
+        skip_unreadable=skip_unreadable,
+    )
+    with common.progress() as start:
+        report = sp.calibrate(student, source, progress=start)
+    common.say_skipped(source)
+    sp.save(student, out, host_weights=not predictors_only)
+    if as_json:
+        common.print_json(report.to_dict() | {"checkpoint": str(out)})
+    else:
+        typer.echo(str(report))
+        typer.echo(f"wrote {out}")

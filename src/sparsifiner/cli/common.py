@@ -1,0 +1,154 @@
+"""Options and output that several verbs share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparsifiner.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from sparsifiner.data.images import ImageLoader
+
+DATA = "A folder of class folders, a .tar of class folders, or hfds/NAME for a Hugging Face dataset."
+
+ModelName = Annotated[str | None, typer.Option("--model", help="A timm model name.")]
+Weights = Annotated[
+    str | None,
+    typer.Option(help="Weights of --model: a .safetensors or official .pth file, or 'hub' for timm's own."),
+]
+ImageSize = Annotated[int | None, typer.Option("--image-size", help="Make --model at this image size.")]
+Keep = Annotated[str, typer.Option(help="Share of keys kept, in (0, 1]; or one per layer: 0.5,0.25,...")]
+LandmarkCount = Annotated[int, typer.Option("--n-down", help="Landmarks of the low-rank attention.")]
+Tau = Annotated[float, typer.Option(help="Coefficients up to this count as zero in the selection.")]
+BasisThreshold = Annotated[float, typer.Option(help="Basis entries up to this count as zero in the selection.")]
+Tile = Annotated[
+    str | None,
+    typer.Option(help="Share lists in tiles of the patch grid, such as 2x2; 'none' for a list per query."),
+]
+Limit = Annotated[int | None, typer.Option("--limit", help="Use a random sample of this many images.")]
+Seed = Annotated[int, typer.Option(help="Seed of the sample.")]
+Preprocess = Annotated[
+    str,
+    typer.Option(help="'model' resizes and crops as the model expects; 'crop' only crops resized images."),
+]
+ClassMap = Annotated[
+    Path | None, typer.Option(help="Text file of class folder names, one a line, in the model's order.")
+]
+Split = Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Images per batch.")]
+Workers = Annotated[int, typer.Option(min=0, help="Processes that decode images beside the model.")]
+SkipUnreadable = Annotated[bool, typer.Option("--skip-unreadable", help="Pass over broken images and count them.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores if not given.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print figures as JSON.")]
+
+
+def use_threads(threads: int | None) -> None:
+    """Sets torch's thread count if one was asked for."""
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def parse_keep(text: str) -> float | tuple[float, ...]:
+    """``0.25`` or one value per layer, ``0.5,0.25,...``."""
+    values = parse_numbers(text, "--keep")
+    return values[0] if len(values) == 1 else values
+
+
+def parse_numbers(text: str, option: str) -> tuple[float, ...]:
+    """Numbers between commas."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option}: expected numbers between commas, got {text!r}") from None
+
+
+def parse_tile(text: str | None) -> tuple[int, int] | None:
+    """``2x7``: rows by columns; ``none`` for a list per query."""
+    if text is None or text == "none":
+        return None
+    rows, cross, columns = text.partition("x")
+    if not (cross and rows.isdigit() and columns.isdigit()):
+        raise ConfigError(f"--tile: expected ROWSxCOLUMNS, such as 2x7, got {text!r}")
+    return int(rows), int(columns)
+
+
+def host_model(name: str | None, weights: str | None, image_size: int | None) -> nn.Module:
+    """The dense host that --model, --weights and --image-size ask for."""
+    from sparsifiner.models import create_host
+
+    if name is None:
+        raise ConfigError("no model: give --model NAME (and --weights), or a checkpoint where the verb takes one")
+    return create_host(name, weights, **({} if image_size is None else {"img_size": image_size}))
+
+
+def loader(
+    model: nn.Module,
+    data: str,
+    *,
+    preprocess: str,
+    labels: bool = True,
+    class_map: Any = None,
+    **options: Any,
+) -> ImageLoader:
+    """Images for a model, preprocessed as it expects."""
+    from sparsifiner.data.images import open_images, preprocessing
+
+    return open_images(
+        data,
+        preprocessing(model, preprocess),  # pyright: ignore[reportArgumentType]
+        num_classes=getattr(model, "num_classes", None) if labels else None,
+        class_map=class_map,
+        **options,
+    )
+
+
+def print_json(content: Any) -> None:
+    """Figures for programs: one JSON document on standard output."""
+    typer.echo(json.dumps(content, indent=2))
+
+
+def say_skipped(images: ImageLoader) -> None:
+    """Counts and names unreadable images that were passed over."""
+    for name, reason in images.skipped:
+        typer.echo(f"skipped {name}: {reason}", err=True)
+    if images.skipped:
+        typer.echo(f"skipped {len(images.skipped)} of {images.num_images} images", err=True)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
+    """Progress bars with the time left, on standard error.
+
+    Yields ``start(title, total)``, which returns ``advance(done)``.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+
+        def start(title: str, total: int) -> Callable[[int], None]:
+            task = bars.add_task(title, total=total or None)
+            return lambda done: bars.advance(task, done)
+
+        yield start
+
+
+def print_table(table: Any) -> None:
+    """A rich table on standard output, as wide as it needs where that is not a terminal."""
+    from rich.console import Console
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)
+    console.print(table)

@@ -1,0 +1,94 @@
+"""`sparsifiner demo`: the whole story on one screen, on digits or on a real model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from sparsifiner.cli import common
+
+
+def demo(
+    model: common.ModelName = None,
+    weights: common.Weights = None,
+    image_size: common.ImageSize = None,
+    data: Annotated[str | None, typer.Option(help="Labelled images to evaluate on. " + common.DATA)] = None,
+    calibration_data: Annotated[
+        str | None, typer.Option(help="Images to calibrate on; never the ones evaluated on.")
+    ] = None,
+    keep: Annotated[str, typer.Option(help="Keep rates to compare, between commas.")] = "0.5,0.25,0.1",
+    tile: Annotated[str, typer.Option(help="The tile to compare, rows x columns.")] = "2x2",
+    n_down: Annotated[int | None, typer.Option("--n-down", help="Landmarks of the low-rank attention.")] = None,
+    images: Annotated[int, typer.Option(min=1, help="How many images to calibrate on.")] = 256,
+    limit: common.Limit = None,
+    preprocess: common.Preprocess = "model",
+    workers: common.Workers = 0,
+    threads: common.Threads = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Trains a small ViT on digits (or takes a real model), makes it sparse, and compares.
+
+    Example: `sparsifiner demo`, or
+    `sparsifiner demo --model deit_tiny_patch16_224 --weights hub --data val/ --calibration-data train/`
+    """
+    from sparsifiner.errors import ConfigError
+    from sparsifiner.inspect import compare
+    from sparsifiner.report.tables import comparison
+
+    common.use_threads(threads)
+    keeps = common.parse_numbers(keep, "--keep")
+    shared = common.parse_tile(tile)
+    if shared is None:
+        raise ConfigError("--tile: the demo compares a tile; give one, such as 2x2")
+    forms = [compare.PAPER, compare.RESIDUAL, compare.tiled(shared)]
+    with common.progress() as start:
+        if model is None and weights is None and data is None:
+            student, batches, total = _digits(keeps[0], n_down, images, start)
+        else:
+            if data is None or calibration_data is None:
+                raise ConfigError("a real model needs --data to evaluate on and other --calibration-data")
+            student, batches, total = _real(
+                common.host_model(model, weights, image_size),
+                data,
+                calibration_data,
+                keeps[0],
+                n_down,
+                images,
+                limit,
+                start,
+                {"preprocess": preprocess, "workers": workers},
+            )
+        rows = compare.compare(student, batches, forms, keeps, lambda title, _: start(title, total))
+    if as_json:
+        common.print_json([row.to_dict() for row in rows])
+        return
+    common.print_table(comparison(rows))
+    typer.echo(
+        "Attention and model are million multiply-adds per image, as counted on these images. Time is this machine's, "
+        "with the backend `sparsifiner info` names."
+    )
+
+
+def _digits(keep, n_down, images, start):
+    import sparsifiner as sp
+    from sparsifiner import digits
+
+    (train_images, train_labels), (test_images, test_labels) = digits.load_digits()
+    epochs = 20
+    advance = start("training a ViT on digits", epochs)
+    host = digits.train_digits(train_images, train_labels, epochs=epochs, on_epoch=lambda epoch, loss: advance(1))
+    student = sp.sparsify(host, digits.sparse_config(keep, n_down))
+    sp.calibrate(student, train_images[:images], progress=start)
+    batches = list(zip(test_images.split(64), test_labels.split(64), strict=True))
+    return student, batches, len(test_images)
+
+
+def _real(host, data, calibration_data, keep, n_down, images, limit, start, options):
+    import sparsifiner as sp
+
+    student = sp.sparsify(host, sp.SparseConfig(keep, **({} if n_down is None else {"n_down": n_down})))
+    source = common.loader(host, calibration_data, labels=False, limit=images, batch_size=16, **options)
+    sp.calibrate(student, source, progress=start)
+    batches = common.loader(host, data, limit=limit, **options)
+    return student, batches, batches.num_images

@@ -1,0 +1,67 @@
+"""`sparsifiner eval`: a checkpoint against its dense self on labelled images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparsifiner.cli import common
+
+
+def evaluate(
+    checkpoint: Annotated[Path, typer.Argument(help="A file written by `sparsifiner calibrate`.")],
+    data: Annotated[str, typer.Option(help="Labelled images. " + common.DATA)],
+    keep: Annotated[str | None, typer.Option(help="Another keep rate than the checkpoint's.")] = None,
+    residual: Annotated[bool | None, typer.Option(help="With or without the residual, whatever the file says.")] = None,
+    tile: common.Tile = None,
+    limit: common.Limit = None,
+    seed: common.Seed = 0,
+    preprocess: common.Preprocess = "model",
+    class_map: common.ClassMap = None,
+    split: common.Split = "validation",
+    batch_size: common.BatchSize = 32,
+    workers: common.Workers = 0,
+    skip_unreadable: common.SkipUnreadable = False,
+    threads: common.Threads = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Measures top-1, agreement with dense, connections, multiply-adds and time.
+
+    Example: `sparsifiner eval student.safetensors --data imagenet/val --keep 0.1`
+    """
+    import sparsifiner as sp
+    from sparsifiner.inspect.compare import Form, compare
+    from sparsifiner.report.tables import comparison
+
+    common.use_threads(threads)
+    student = sp.load(checkpoint)
+    changes: dict[str, Any] = {}
+    if keep is not None:
+        changes["keep"] = common.parse_keep(keep)
+    if residual is not None:
+        changes["residual"] = residual
+    if tile is not None:
+        changes["tile"] = common.parse_tile(tile)
+    sp.reconfigure(student, **changes)
+    images = common.loader(
+        student,
+        data,
+        preprocess=preprocess,
+        class_map=class_map,
+        split=split,
+        limit=limit,
+        seed=seed,
+        batch_size=batch_size,
+        workers=workers,
+        skip_unreadable=skip_unreadable,
+    )
+    with common.progress() as start:
+        form = Form("sparse", needs_keep=False)
+        rows = compare(student, images, [form], [], lambda title, _: start(title, images.num_images))
+    common.say_skipped(images)
+    if as_json:
+        common.print_json({"config": sp.config_of(student).__dict__, "rows": [row.to_dict() for row in rows]})
+    else:
+        common.print_table(comparison(rows))

@@ -1,0 +1,59 @@
+"""`sparsifiner info`: what is installed here, which backends run, what a checkpoint holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparsifiner.cli import common
+
+
+def info(
+    checkpoint: Annotated[Path | None, typer.Argument(help="A file written by `sparsifiner calibrate`.")] = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Shows versions, the machine and the backends, or what a checkpoint holds.
+
+    Example: `sparsifiner info student.safetensors`
+    """
+    content = _environment() if checkpoint is None else _checkpoint(checkpoint)
+    if as_json:
+        common.print_json(content)
+        return
+    for key, value in content.items():
+        if isinstance(value, dict):
+            typer.echo(f"{key}:")
+            for name, item in value.items():
+                typer.echo(f"  {name}: {item}")
+        else:
+            typer.echo(f"{key}: {value}")
+
+
+def _environment() -> dict[str, Any]:
+    import platform
+
+    import timm
+    import torch
+
+    from sparsifiner import __version__, hosts
+    from sparsifiner.ops import dispatch
+
+    reasons = dispatch.reasons(torch.empty(1, 1, 2, 8))
+    return {
+        "sparsifiner": __version__,
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+        "hosts": {name: host.supported for name, host in hosts.table().items()},
+        "backends": {name: reason or "can run" for name, reason in reasons.items()},
+    }
+
+
+def _checkpoint(path: Path) -> dict[str, Any]:
+    from sparsifiner.checkpoint import describe
+
+    return describe(path)

@@ -1,0 +1,50 @@
+"""The `sparsifiner` command."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from sparsifiner import __version__
+from sparsifiner.cli import calibrate, demo, evaluate, flops, info
+from sparsifiner.errors import SparsifinerError
+
+app = typer.Typer(
+    name="sparsifiner",
+    help="Make the attention of a Vision Transformer sparse, and see what it costs and what it saves.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("demo")(demo.demo)
+app.command("calibrate")(calibrate.calibrate)
+app.command("eval")(evaluate.evaluate)
+app.command("flops")(flops.flops)
+app.command("info")(info.info)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sparsifiner {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+def run() -> None:
+    """Runs the command; what is wrong with the input ends in one clear line and exit code 2."""
+    try:
+        app()
+    except SparsifinerError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("stopped; files written so far are whole", err=True)
+        sys.exit(130)

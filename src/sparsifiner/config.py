@@ -1,0 +1,130 @@
+"""SparseConfig: everything that decides how sparse the attention is. Light: imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+from sparsifiner.errors import ConfigError
+
+BACKENDS = ("auto", "eager", "reference")
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseConfig:
+    """How the attention of a converted model is made sparse.
+
+    Args:
+        keep: share of all tokens each patch query may attend to, in (0, 1]; one number, or one per
+            attention layer. The budget is ``B = ceil(keep * n)``; where it covers all tokens, the layer is
+            the host's own dense attention.
+        n_down: number of landmarks of the low-rank attention (``m`` in the docs).
+        tau: low-rank attention coefficients up to this count as zero in the selection (Eq. 2).
+        basis_threshold: entries of ``w_up`` up to this count as zero in the selection.
+        residual: add back the low-rank estimate of what was dropped; off is the paper's own output.
+        tile: patch queries of a ``(rows, columns)`` tile of the grid share one list of keys; None for a
+            list per query. Tiles that do not divide the grid are cut at its border.
+        backend: ``"auto"`` or a name `sparsifiner info` lists.
+    """
+
+    keep: float | Sequence[float]
+    n_down: int = 32
+    tau: float = 0.05
+    basis_threshold: float = 0.01
+    residual: bool = True
+    tile: tuple[int, int] | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        keep = self.keep
+        if isinstance(keep, Sequence) and not isinstance(keep, str):
+            if not keep:
+                raise ConfigError("keep is an empty list: give one number, or one number per attention layer")
+            object.__setattr__(self, "keep", tuple(_keep_rate(value) for value in keep))
+        else:
+            object.__setattr__(self, "keep", _keep_rate(keep))
+        if not _is_int(self.n_down) or self.n_down < 1:
+            raise ConfigError(f"n_down must be a whole number of at least 1, got {self.n_down!r}")
+        if not _is_real(self.tau) or not 0 <= self.tau < 1:
+            raise ConfigError(f"tau must be in [0, 1), got {self.tau!r}")
+        # Scores are then sums of products that are never negative, which selection relies on.
+        if not _is_real(self.basis_threshold) or not 0 <= self.basis_threshold < math.inf:
+            raise ConfigError(f"basis_threshold must be a number of at least 0, got {self.basis_threshold!r}")
+        object.__setattr__(self, "n_down", int(self.n_down))
+        object.__setattr__(self, "tau", float(self.tau))
+        object.__setattr__(self, "basis_threshold", float(self.basis_threshold))
+        if not isinstance(self.residual, bool):
+            raise ConfigError(f"residual must be True or False, got {self.residual!r}")
+        if self.tile is not None:
+            object.__setattr__(self, "tile", _tile(self.tile))
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"unknown backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
+
+    def keep_per_layer(self, num_layers: int) -> tuple[float, ...]:
+        """Spreads ``keep`` over the layers, or says that the list does not fit."""
+        if not isinstance(self.keep, Sequence):
+            return (self.keep,) * num_layers
+        if len(self.keep) != num_layers:
+            raise ConfigError(
+                f"keep lists {len(self.keep)} values but the model has {num_layers} attention layers: "
+                "give one number, or one per layer"
+            )
+        return tuple(self.keep)
+
+    def replace(self, **changes: Any) -> SparseConfig:
+        """A copy with some settings changed, validated anew."""
+        known = {field.name for field in dataclasses.fields(self)}
+        if unknown := sorted(set(changes) - known):
+            raise ConfigError(f"unknown setting {unknown[0]!r}: choose from {', '.join(sorted(known))}")
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> str:
+        """One line of JSON from which `from_json` makes an equal config."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> SparseConfig:
+        """Reads what `to_json` wrote; unknown or missing fields are an error, never ignored."""
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"not a config in JSON: {error}") from None
+        if not isinstance(fields, dict) or "keep" not in fields:
+            raise ConfigError("a config in JSON must be an object with at least 'keep'")
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(fields) - known):
+            raise ConfigError(f"unknown setting {unknown[0]!r} in the config: written by a newer version?")
+        return cls(**fields)
+
+
+def budget(keep: float, num_tokens: int) -> int:
+    """``B = ceil(keep * n)``, the number of keys a patch query selects."""
+    # The subtraction undoes binary rounding: 0.28 * 25 is 7.000000000000001 and must give 7.
+    return max(1, math.ceil(keep * num_tokens - 1e-9))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _keep_rate(value: object) -> float:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < float(value) <= 1:
+        raise ConfigError(f"keep must be a share of the tokens in (0, 1], got {value!r}")
+    return float(value)
+
+
+def _tile(value: object) -> tuple[int, int]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise ConfigError(f"tile must be (rows, columns), such as (2, 2), or None, got {value!r}")
+    rows, columns = value
+    if not (_is_int(rows) and _is_int(columns) and rows >= 1 and columns >= 1):
+        raise ConfigError(f"tile must be two whole numbers of at least 1, got {value!r}")
+    return int(rows), int(columns)

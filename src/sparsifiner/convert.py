@@ -1,0 +1,153 @@
+"""sparsify() and restore(): a dense model to a sparse one and back, by swapping its attention modules."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from sparsifiner.config import SparseConfig
+from sparsifiner.errors import ConfigError, UnsupportedModelError
+from sparsifiner.hosts import Host, table
+from sparsifiner.nn.attention import SparseAttention
+from sparsifiner.nn.grid import TokenGrid
+
+_RECORD = "_sparsifiner"
+
+
+@dataclasses.dataclass
+class Conversion:
+    """What a converted model remembers about its conversion."""
+
+    host_name: str
+    config: SparseConfig
+    grid: TokenGrid
+    watcher: Any
+
+    @property
+    def host(self) -> Host:
+        """The host's entry in the table."""
+        return table()[self.host_name]
+
+
+def find_host(model: nn.Module) -> Host:
+    """The host whose models this is one of, or an error that says why there is none."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"expected a torch module, got {type(model).__name__}")
+    refusals = []
+    for host in table().values():
+        if (reason := host.refusal(model)) is None:
+            return host
+        refusals.append(f"{reason} (supported: {host.supported})")
+    raise UnsupportedModelError(f"{type(model).__name__} cannot be converted: " + "; ".join(refusals))
+
+
+def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
+    """Makes a copy of a Vision Transformer whose attention is sparse.
+
+    The copy is uncalibrated: its predictors know the geometry of the grid and nothing of the weights.
+    Call `calibrate` before using it.
+
+    Args:
+        model: a model of a supported host; it is left untouched and is the natural teacher.
+        config: how sparse, and how.
+
+    Returns:
+        The converted copy. Host parameters keep their names; ours are added under ``….attn.predictor.``.
+
+    Raises:
+        UnsupportedModelError: the model cannot be converted; the message names the reason.
+        ConfigError: the config does not fit this model.
+    """
+    if hasattr(model, _RECORD):
+        raise UnsupportedModelError(
+            "the model is sparse already: change its settings with reconfigure(), or restore() it first"
+        )
+    if not isinstance(config, SparseConfig):
+        raise ConfigError(f"expected a SparseConfig, got {type(config).__name__}")
+    host = find_host(model)
+    student = copy.deepcopy(model)
+    sites = list(host.sites(student))
+    grid = host.grid(student)
+    for site, keep in zip(sites, config.keep_per_layer(len(sites)), strict=True):
+        site.put(
+            SparseAttention(
+                site.module,
+                site.adapter,
+                grid,
+                num_heads=site.num_heads,
+                head_dim=site.head_dim,
+                scale=site.scale,
+                config=config,
+                keep=keep,
+            )
+        )
+    record = Conversion(host.name, config, grid, host.watch(student, grid))
+    setattr(student, _RECORD, record)
+    return student
+
+
+def restore(student: nn.Module) -> nn.Module:
+    """A dense copy of a converted model: the host again, with its own state-dict keys and current weights."""
+    conversion_of(student)
+    dense = copy.deepcopy(student)
+    conversion_of(dense).watcher.remove()
+    delattr(dense, _RECORD)
+    for parent in list(dense.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, SparseAttention):
+                setattr(parent, name, child.host)
+    return dense
+
+
+def reconfigure(student: nn.Module, **changes: Any) -> None:
+    """Changes settings of a converted model in place: keep, residual, tile, tau, basis_threshold, backend.
+
+    Example:
+        ``reconfigure(student, keep=0.05, tile=(2, 2))``
+    """
+    record = conversion_of(student)
+    config = record.config.replace(**changes)
+    layers = sparse_layers(student)
+    keeps = config.keep_per_layer(len(layers))
+    for layer, keep in zip(layers, keeps, strict=True):
+        layer.configure(config, keep)
+    record.config = config
+
+
+def conversion_of(student: nn.Module) -> Conversion:
+    """The record of a converted model, or an error if it is not one."""
+    record = getattr(student, _RECORD, None)
+    if record is None:
+        raise UnsupportedModelError(
+            f"{type(student).__name__} is not a converted model: call sparsify(model, SparseConfig(...)) first"
+        )
+    return record
+
+
+def config_of(student: nn.Module) -> SparseConfig:
+    """The settings a converted model runs with now."""
+    return conversion_of(student).config
+
+
+def sparse_layers(student: nn.Module) -> list[SparseAttention]:
+    """The converted attention layers in the order they run."""
+    return [module for module in student.modules() if isinstance(module, SparseAttention)]
+
+
+@contextlib.contextmanager
+def dense_mode(student: nn.Module) -> Iterator[None]:
+    """Within it every layer runs the host's own dense attention: the teacher without a second model."""
+    layers = sparse_layers(student)
+    before = [layer.always_dense for layer in layers]
+    for layer in layers:
+        layer.always_dense = True
+    try:
+        yield
+    finally:
+        for layer, was_dense in zip(layers, before, strict=True):
+            layer.always_dense = was_dense

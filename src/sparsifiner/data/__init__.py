@@ -1,0 +1,1 @@
+"""Images in: batches from tensors and loaders, files through timm's readers."""

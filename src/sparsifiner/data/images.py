@@ -1,0 +1,234 @@
+"""Image files through timm's readers: folders, tars of class folders, Hugging Face datasets."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from PIL import Image
+from timm.data.config import resolve_model_data_config
+from timm.data.imagenet_info import ImageNetInfo
+from timm.data.readers.img_extensions import add_img_extensions
+from timm.data.readers.reader_factory import create_reader
+from timm.data.transforms_factory import create_transform
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchvision import transforms
+
+from sparsifiner.errors import DataError
+
+Preprocess = Literal["model", "crop"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    name: str
+    reason: str
+    unreadable: bool = True
+
+
+class ImageLoader:
+    """Batches of ``(images, labels)`` in a fixed order; labels are -1 where the data has none.
+
+    Attributes:
+        skipped: ``(name, reason)`` of unreadable images passed over so far in this iteration.
+    """
+
+    def __init__(self, dataset: _Images, batch_size: int, workers: int, skip_unreadable: bool) -> None:
+        self._dataset = dataset
+        self._loader = DataLoader(dataset, batch_size, num_workers=workers, collate_fn=_collate)
+        self._skip = skip_unreadable
+        self.skipped: list[tuple[str, str]] = []
+
+    def __len__(self) -> int:
+        """The number of batches."""
+        return len(self._loader)
+
+    @property
+    def num_images(self) -> int:
+        """How many images will be read, unreadable ones included."""
+        return len(self._dataset)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.skipped = []
+        yielded = False
+        for images, labels, failures in self._loader:
+            for failure in failures:
+                if not failure.unreadable:
+                    raise DataError(f"image {failure.name} {failure.reason}")
+                if not self._skip:
+                    raise DataError(f"cannot read image {failure.name}: {failure.reason} (skip such images by asking)")
+                self.skipped.append((failure.name, failure.reason))
+            if images is not None:
+                yielded = True
+                yield images, labels
+        if not yielded:
+            raise DataError(f"none of the {self.num_images} images could be read; the first: {self.skipped[0][0]}")
+
+
+def open_images(
+    data: str | os.PathLike[str],
+    transform: Callable[[Any], Tensor],
+    *,
+    num_classes: int | None = None,
+    class_map: str | os.PathLike[str] | None = None,
+    split: str = "validation",
+    limit: int | None = None,
+    offset: int = 0,
+    seed: int = 0,
+    batch_size: int = 32,
+    workers: int = 0,
+    skip_unreadable: bool = False,
+) -> ImageLoader:
+    """Opens a set of labelled images.
+
+    Args:
+        data: a folder of class folders, a tar of class folders, or ``hfds/NAME`` for a Hugging Face dataset.
+        transform: from a PIL image to a tensor; see `preprocessing`.
+        num_classes: classes of the model, to check and map the labels; None where labels do not matter.
+        class_map: a text file with one class (folder) name per line, in the model's order.
+        split: of a Hugging Face dataset.
+        limit: read this many images: a random sample, the same for the same seed.
+        offset: leave out that many at the start of the sample, so that two samples need not overlap.
+        seed: of the sample.
+        batch_size: images per batch.
+        workers: processes that decode beside the model; 0 decodes in this one.
+        skip_unreadable: pass over images that cannot be read, and count them, instead of stopping.
+    """
+    reader = _open_reader(str(data), split)
+    order = range(len(reader))
+    if limit is not None or offset:
+        if limit is not None and limit < 1:
+            raise DataError(f"limit must be at least 1, got {limit}")
+        end = None if limit is None else offset + limit
+        shuffled = torch.randperm(len(reader), generator=torch.Generator().manual_seed(seed)).tolist()
+        order = sorted(shuffled[offset:end])
+    if not len(order):
+        raise DataError(f"{data}: no images left after leaving out {offset} of {len(reader)}")
+    mapping = None if num_classes is None else _label_mapping(reader, num_classes, class_map, str(data))
+    dataset = _Images(reader, order, transform, mapping, num_classes)
+    return ImageLoader(dataset, batch_size, workers, skip_unreadable)
+
+
+def preprocessing(model: nn.Module, how: Preprocess = "model") -> Callable[[Any], Tensor]:
+    """The evaluation transform of a timm model.
+
+    Args:
+        model: whose input size, mean and standard deviation are used.
+        how: ``"model"`` resizes and crops as the model was evaluated; ``"crop"`` only crops the centre, for
+            images that were resized before.
+    """
+    config = resolve_model_data_config(model)
+    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or config["input_size"][-2:]
+    if how == "crop":
+        return transforms.Compose(
+            [
+                _CenterCrop(tuple(size)),
+                transforms.ToTensor(),
+                transforms.Normalize(config["mean"], config["std"]),
+            ]
+        )
+    if how != "model":
+        raise DataError(f"unknown preprocessing {how!r}: choose 'model' or 'crop'")
+    config["input_size"] = (config["input_size"][0], *size)
+    return cast(Callable[[Any], Tensor], create_transform(**config, is_training=False))
+
+
+class _CenterCrop:
+    def __init__(self, size: tuple[int, int]) -> None:
+        self.size = size
+
+    def __call__(self, image: Image.Image) -> Image.Image:
+        height, width = self.size
+        if image.height < height or image.width < width:
+            raise DataError(f"is {image.height} x {image.width}, smaller than the {height} x {width} crop")
+        top, left = round((image.height - height) / 2), round((image.width - width) / 2)
+        return image.crop((left, top, left + width, top + height))
+
+
+class _Images(Dataset):
+    def __init__(self, reader: Any, order: Any, transform: Any, mapping: Any, num_classes: int | None) -> None:
+        self.reader, self.order, self.transform = reader, order, transform
+        self.mapping, self.num_classes = mapping, num_classes
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, position: int) -> tuple[Tensor, int] | _Failure:
+        # Returned, not raised: a worker's exception would reach the user as a traceback in a traceback.
+        index = self.order[position]
+        try:
+            source, label = self.reader[index]
+            with source if isinstance(source, Image.Image) else Image.open(source) as image:
+                tensor = self.transform(image.convert("RGB"))
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            return _Failure(self.reader.filename(index), str(error) or type(error).__name__)
+        label = -1 if label is None else int(label)
+        if self.num_classes is not None:
+            if self.mapping is not None:
+                label = self.mapping[label]
+            if not 0 <= label < self.num_classes:
+                reason = f"has label {label}, outside the model's {self.num_classes} classes"
+                return _Failure(self.reader.filename(index), reason, unreadable=False)
+        return tensor, label
+
+
+def _collate(samples: list[Any]) -> tuple[Tensor | None, Tensor | None, list[_Failure]]:
+    failures = [sample for sample in samples if isinstance(sample, _Failure)]
+    read = [sample for sample in samples if not isinstance(sample, _Failure)]
+    if not read:
+        return None, None, failures
+    images, labels = zip(*read, strict=True)
+    return torch.stack(images), torch.tensor(labels), failures
+
+
+def _open_reader(data: str, split: str) -> Any:
+    add_img_extensions((".webp", ".bmp", ".tif", ".tiff"))
+    if data.startswith("hfds/"):
+        try:
+            return create_reader(data, split=split)
+        except ImportError:
+            raise DataError(f"{data}: Hugging Face datasets need `pip install sparsifiner[train]`") from None
+        except Exception as error:  # the hub client has no error of its own to catch
+            raise DataError(f"cannot open {data} (split {split!r}): {error}") from None
+    path = Path(data)
+    if not path.exists():
+        raise DataError(f"{data} does not exist: give a folder of class folders, a .tar of them, or hfds/NAME")
+    if path.is_file() and path.suffix.lower() != ".tar":
+        raise DataError(f"{data} is a file but not a .tar: give a folder of class folders, a .tar, or hfds/NAME")
+    options: dict[str, Any] = (
+        {"cache_tarinfo": False} if path.is_file() else {}
+    )  # that cache is a pickle beside the data
+    try:
+        reader = create_reader("", root=data, **options)
+    except (RuntimeError, ValueError, OSError, EOFError, tarfile.TarError) as error:
+        raise DataError(f"{data} holds no readable images: {error}") from None
+    if len(reader) == 0:
+        raise DataError(f"{data} holds no images in class folders")
+    return reader
+
+
+def _label_mapping(reader: Any, num_classes: int, class_map: Any, data: str) -> dict[int, int] | None:
+    """From the reader's class numbers (sorted names) to the model's."""
+    numbers = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
+    if not numbers:
+        return None
+    if class_map is not None:
+        names = Path(class_map).read_text().split()
+        if unknown := sorted(set(numbers) - set(names)):
+            raise DataError(f"{data} has class {unknown[0]!r}, which {class_map} does not list")
+        return {number: names.index(name) for name, number in numbers.items()}
+    if len(numbers) == num_classes:
+        return None
+    imagenet = ImageNetInfo("imagenet-1k").label_names() if num_classes == 1000 else []
+    if set(numbers) <= set(imagenet):
+        return {number: imagenet.index(name) for name, number in numbers.items()}
+    raise DataError(
+        f"{data} has {len(numbers)} classes and the model {num_classes}: labels outside the model's classes "
+        "cannot be scored; give a class map (a text file with one class name per line, in the model's order)"
+    )

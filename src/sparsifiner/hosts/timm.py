@@ -1,0 +1,168 @@
+"""timm's VisionTransformer family."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import timm
+from timm.layers import attention as timm_attention
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from sparsifiner.errors import CheckpointError, DataError
+from sparsifiner.hosts import Host, Site
+from sparsifiner.nn.attention import AttentionAdapter
+from sparsifiner.nn.grid import TokenGrid
+
+SUPPORTED = (
+    "timm's VisionTransformer family: ViT of any size, DeiT (distilled too), DeiT-3, DINOv2, "
+    "with or without class token, registers, layer scale or qk-norm"
+)
+
+# Why well-known families that are not VisionTransformers cannot be converted, by the start of the class name.
+REASONS = {
+    "SwinTransformer": "its attention already works inside shifted windows, not over all tokens",
+    "Eva": "it rotates queries and keys by position (rotary embedding), which its attention applies inside",
+    "Beit": "it adds a learned relative-position bias to the attention logits",
+    "VisionTransformerRelPos": "it adds a relative-position bias to the attention logits",
+    "VisionTransformerSAM": "its attention works in windows with a relative-position bias",
+    "Cait": "its talking-heads attention mixes heads before and after the softmax",
+    "Xcit": "its attention is over channels, not over tokens",
+    "MaxxVit": "its attention works inside windows and grids, not over all tokens",
+}
+
+
+def _qkv(attention: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    batch, n, _ = x.shape
+    packed = attention.qkv(x).reshape(batch, n, 3, attention.num_heads, attention.head_dim)
+    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)  # views of [batch, heads, n, d]
+    return attention.q_norm(q), attention.k_norm(k), v
+
+
+def _project(attention: Any, heads: Tensor, x: Tensor) -> Tensor:
+    out = attention.norm(heads.transpose(1, 2).flatten(2))
+    if getattr(attention, "gate", None) is not None:
+        out = out * attention.gate(x).sigmoid()
+    return attention.proj_drop(attention.proj(out))
+
+
+# By exact type: a subclass may compute something else.
+ADAPTERS = {timm_attention.Attention: AttentionAdapter(qkv=_qkv, project=_project)}
+
+
+@dataclasses.dataclass
+class _GridWatcher:
+    """Sets the grid from the size of each image, and refuses images the model cannot take.
+
+    An object, not a closure, so that a deep copy of the model watches the copy's own grid.
+    """
+
+    grid: TokenGrid
+
+    def __call__(self, patch_embed: Any, inputs: tuple[Any, ...]) -> None:
+        height, width = inputs[0].shape[-2:]
+        expected = patch_embed.img_size
+        if expected is not None and getattr(patch_embed, "strict_img_size", True):
+            if (height, width) != tuple(expected):
+                raise DataError(
+                    f"images are {height} x {width} but the model takes {expected[0]} x {expected[1]}: "
+                    "resize them, or call model.set_input_size"
+                )
+        elif not getattr(patch_embed, "dynamic_img_pad", False):
+            patch = patch_embed.patch_size
+            if height % patch[0] or width % patch[1]:
+                raise DataError(f"images are {height} x {width}, not a whole number of {patch[0]} x {patch[1]} patches")
+        rows, columns = patch_embed.dynamic_feat_size((height, width))
+        self.grid.size = (int(rows), int(columns))
+
+
+def _watch(model: Any, grid: TokenGrid) -> Any:
+    return model.patch_embed.register_forward_pre_hook(_GridWatcher(grid))
+
+
+def _refusal(model: nn.Module) -> str | None:
+    name = type(model).__name__
+    if not isinstance(model, VisionTransformer):
+        for start, reason in REASONS.items():
+            if name.startswith(start):
+                return reason
+        if not any("attn" in part or "attention" in part.lower() for part, _ in model.named_modules()):
+            return "it has no attention"
+        return "it is not a timm VisionTransformer"
+    if not isinstance(model.patch_drop, nn.Identity):
+        return "it drops patches in training (patch_drop_rate): make it with patch_drop_rate=0"
+    sites = list(_sites(model))
+    if not sites:
+        return f"its blocks ({type(model.blocks[0]).__name__}) hold no attention module of a known kind"
+    if any(getattr(site.module, "attn_drop", nn.Dropout(0)).p > 0 for site in sites):
+        return "it uses attention dropout: make it with attn_drop_rate=0"
+    return None
+
+
+def _grid(model: Any) -> TokenGrid:
+    rows, columns = model.patch_embed.grid_size
+    return TokenGrid((int(rows), int(columns)), int(model.num_prefix_tokens))
+
+
+def _sites(model: Any) -> Iterator[Site]:
+    for name, module in model.blocks.named_modules(prefix="blocks"):
+        if adapter := ADAPTERS.get(type(module)):
+            path, _, attribute = name.rpartition(".")
+            yield Site(
+                name=name,
+                parent=model.get_submodule(path),
+                attribute=attribute,
+                module=module,
+                adapter=adapter,
+                num_heads=module.num_heads,
+                head_dim=module.head_dim,
+                scale=module.scale,
+            )
+
+
+def _describe(model: Any) -> dict[str, Any]:
+    """What `build` needs; arguments that only show in the weights are caught when these are loaded."""
+    return {
+        "architecture": (getattr(model, "pretrained_cfg", None) or {}).get("architecture"),
+        "num_classes": model.num_classes,
+        "img_size": list(model.patch_embed.img_size),
+        "in_chans": model.in_chans,
+        "global_pool": model.global_pool,
+        "dynamic_img_size": model.dynamic_img_size,
+    }
+
+
+def _build(description: dict[str, Any]) -> nn.Module:
+    arguments = dict(description)
+    architecture = arguments.pop("architecture", None)
+    if not architecture:
+        raise CheckpointError(
+            "the model was not made by timm.create_model, so its name is not in the file: "
+            "make it yourself and pass it as load(path, model=...)"
+        )
+    if not timm.is_model(architecture):
+        raise CheckpointError(
+            f"timm {timm.__version__} has no model {architecture!r}: install the timm it came from, "
+            "or import what registers it"
+        )
+    return timm.create_model(architecture, pretrained=False, **arguments)
+
+
+def _image_size(model: Any) -> tuple[int, int]:
+    height, width = model.patch_embed.img_size
+    return int(height), int(width)
+
+
+HOST = Host(
+    name="timm",
+    supported=SUPPORTED,
+    refusal=_refusal,
+    grid=_grid,
+    watch=_watch,
+    sites=_sites,
+    describe=_describe,
+    build=_build,
+    image_size=_image_size,
+)

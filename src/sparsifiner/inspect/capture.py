@@ -1,0 +1,119 @@
+"""capture(): what chosen layers, heads and queries attend to, without changing the result."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from sparsifiner.convert import sparse_layers
+from sparsifiner.errors import ConfigError
+from sparsifiner.inspect.observe import observing
+from sparsifiner.nn.attention import Observation
+from sparsifiner.ops.connectivity import Connectivity, accumulation_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCapture:
+    """One layer's attention in the last forward pass. ``Q`` counts the chosen queries, ``h`` the chosen heads.
+
+    Attributes:
+        queries: token indices of the rows below, prefix tokens first.
+        heads: which heads the rows below are of.
+        grid: rows and columns of patches of the image.
+        num_prefix: prefix tokens before the patches.
+        mask: boolean ``[batch, h, Q, n]``, True where the query attends to the key.
+        full_map: the true attention ``[batch, h, Q, n]``.
+        sparse_map: the attention over the kept keys, renormalised; zero elsewhere.
+        estimate: the low-rank estimate ``A_down W_up``; zero rows for prefix queries; None in a dense layer.
+        coefficients: ``A_down`` ``[batch, h, Q, m]``; zero rows for prefix queries; None in a dense layer.
+        connectivity: all lists of the layer, all heads; None in a dense layer.
+    """
+
+    queries: Tensor
+    heads: Tensor
+    grid: tuple[int, int]
+    num_prefix: int
+    mask: Tensor
+    full_map: Tensor
+    sparse_map: Tensor
+    estimate: Tensor | None
+    coefficients: Tensor | None
+    connectivity: Connectivity | None
+
+
+@contextlib.contextmanager
+def capture(
+    student: nn.Module,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    queries: Sequence[int] | None = None,
+) -> Iterator[dict[int, LayerCapture]]:
+    """Within it, each forward pass fills the yielded dict: layer number to `LayerCapture`.
+
+    Args:
+        student: a converted model.
+        layers: which attention layers, counted from 0; None for all.
+        heads: which heads; None for all.
+        queries: which token indices (prefix tokens first); None for all, which builds n x n maps.
+
+    Example:
+        ``with capture(student, layers=[3], queries=[1]) as seen: student(image)`` then ``seen[3].full_map``
+    """
+    available = sparse_layers(student)
+    chosen = _within(layers, len(available), "layer")
+    number = {id(available[index]): index for index in chosen}
+    for index in chosen:
+        _within(heads, available[index].num_heads, "head")
+    seen: dict[int, LayerCapture] = {}
+
+    def watch(observation: Observation) -> None:
+        seen[number[id(observation.layer)]] = _record(observation, heads, queries)
+
+    with observing([available[index] for index in chosen], watch):
+        yield seen
+
+
+def _within(chosen: Sequence[int] | None, count: int, what: str) -> list[int]:
+    if chosen is None:
+        return list(range(count))
+    for index in chosen:
+        if not 0 <= index < count:
+            plural = "queries" if what == "query" else f"{what}s"
+            raise ConfigError(f"{what} {index} does not exist: the model has {plural} 0 to {count - 1}")
+    return list(chosen)
+
+
+def _record(seen: Observation, heads: Sequence[int] | None, queries: Sequence[int] | None) -> LayerCapture:
+    layer, n = seen.layer, seen.q.shape[2]
+    device = seen.q.device
+    rows = torch.tensor(_within(queries, n, "query"), device=device)
+    picked = torch.tensor(_within(heads, layer.num_heads, "head"), device=device)
+    prefix = layer.grid.num_prefix
+    dtype = accumulation_dtype(seen.q.dtype)
+    q, k = seen.q[:, picked][:, :, rows].to(dtype), seen.k[:, picked].to(dtype)
+    logits = q @ k.mT * layer.scale
+    full_map = torch.softmax(logits, dim=-1)
+    mask = torch.ones_like(full_map, dtype=torch.bool)
+    estimate = coefficients = None
+    if seen.connectivity is not None and seen.residual is not None:
+        mask = seen.connectivity.mask(rows)[:, picked]
+        is_patch = (rows >= prefix)[:, None]
+        a_down = seen.residual.a_down[:, picked][:, :, (rows - prefix).clamp(min=0)]
+        coefficients = torch.where(is_patch, a_down, 0)
+        estimate = coefficients @ seen.residual.w_up[picked].to(dtype)
+    return LayerCapture(
+        queries=rows,
+        heads=picked,
+        grid=layer.grid.size,
+        num_prefix=prefix,
+        mask=mask,
+        full_map=full_map,
+        sparse_map=torch.softmax(logits.masked_fill(~mask, -torch.inf), dim=-1),
+        estimate=estimate,
+        coefficients=coefficients,
+        connectivity=seen.connectivity,
+    )

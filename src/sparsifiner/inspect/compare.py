@@ -1,0 +1,231 @@
+"""What sparsity costs and saves: forms of a converted model against its dense self on the same images."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsifiner.convert import config_of, dense_mode, reconfigure, sparse_layers
+from sparsifiner.errors import DataError
+from sparsifiner.inspect.flops import count_flops
+from sparsifiner.inspect.statistics import measure
+from sparsifiner.nn.attention import Core, SparseAttention
+from sparsifiner.ops import reference
+from sparsifiner.ops.connectivity import low_rank_attention
+
+# Images on which connections and densities are counted; they vary little from image to image.
+STATISTICS_IMAGES = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A way to run a converted model: settings to change, or another attention core in their place."""
+
+    name: str
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    core: Core | None = None
+    needs_keep: bool = True
+
+
+def _exact_top(layer: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The oracle: the exact top-B of the true attention, which costs as much as what it saves."""
+    prefix = layer.grid.num_prefix
+    true = reference.full_attention(q, k, layer.scale)
+    mask = reference.top_budget(true, layer.budget(q.shape[2]))
+    mask[..., :prefix] = True
+    mask[:, :, :prefix] = True
+    mask.diagonal(dim1=2, dim2=3).fill_(True)
+    return reference.masked_attention(q, k, v, mask, layer.scale)
+
+
+def _low_rank_only(layer: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The estimate alone, as Linformer would: nothing is selected, prefix rows stay exact."""
+    prefix = layer.grid.num_prefix
+    w_down, w_up = layer.predictor.at(layer.grid.size)
+    a_down = low_rank_attention(q, k, w_down, prefix, layer.scale)
+    exact = reference.full_attention(q[:, :, :prefix], k, layer.scale) @ v
+    return torch.cat([exact, a_down @ (w_up @ v)], dim=2)
+
+
+DENSE = Form("dense", needs_keep=False)
+PAPER = Form("paper form", {"residual": False, "tile": None})
+RESIDUAL = Form("residual", {"residual": True, "tile": None})
+ORACLE = Form("exact top-B", core=_exact_top)
+LOW_RANK = Form("low-rank only", core=_low_rank_only, needs_keep=False)
+
+
+def tiled(tile: tuple[int, int]) -> Form:
+    """Residual with lists shared in a tile."""
+    return Form(f"residual + tile {tile[0]}x{tile[1]}", {"residual": True, "tile": tile})
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One form at one keep rate, on ``images`` images.
+
+    ``top1`` and ``agreement`` are in percent; agreement and ``divergence`` (mean KL of the predictions) are to
+    the dense model; multiply-adds are per image, measured; ``milliseconds`` is the median per image.
+    """
+
+    form: str
+    keep: float | None
+    images: int
+    top1: float | None
+    agreement: float
+    divergence: float
+    kept_share: float | None
+    attention_macs: float | None
+    total_macs: float | None
+    milliseconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON and CSV."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Predictions:
+    """The logits of a run over labelled images, and its median time per image."""
+
+    logits: Tensor
+    labels: Tensor
+    milliseconds: float
+
+    @property
+    def top1(self) -> float | None:
+        """Percent of labelled images whose class is right; None without labels."""
+        labelled = self.labels >= 0
+        if not bool(labelled.any()):
+            return None
+        right = self.logits.argmax(1)[labelled] == self.labels[labelled]
+        return 100 * right.double().mean().item()
+
+
+def predict_all(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], advance=None) -> Predictions:
+    """Runs a model in evaluation mode over ``(images, labels)`` batches."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    logits, labels, times = [], [], []
+    try:
+        with torch.inference_mode():
+            for images, targets in batches:
+                images = images.to(device)
+                start = time.perf_counter()
+                out = model(images)
+                times.append((time.perf_counter() - start) * 1000 / len(images))
+                if not bool(torch.isfinite(out).all()):
+                    raise DataError("the model's output is not finite: are the images?")
+                logits.append(out.float().cpu())
+                labels.append(targets)
+                if advance:
+                    advance(len(images))
+    finally:
+        model.train(was_training)
+    if not logits:
+        raise DataError("no images: the data is empty")
+    times.sort()
+    return Predictions(torch.cat(logits), torch.cat(labels), times[len(times) // 2])
+
+
+@contextlib.contextmanager
+def running_as(student: nn.Module, form: Form, keep: float | None) -> Iterator[None]:
+    """Within it, a converted model runs in the given form; afterwards it is as it was."""
+    before = config_of(student)
+    layers = sparse_layers(student)
+    with contextlib.ExitStack() as stack:
+        if form is DENSE:
+            stack.enter_context(dense_mode(student))
+        try:
+            reconfigure(student, **form.changes, **({} if keep is None else {"keep": keep}))
+            for layer in layers:
+                layer.core = form.core
+            yield
+        finally:
+            for layer in layers:
+                layer.core = None
+            reconfigure(student, **{field: getattr(before, field) for field in ("keep", "residual", "tile")})
+
+
+def compare(
+    student: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    forms: Sequence[Form],
+    keeps: Sequence[float],
+    progress: Callable[[str, int], Callable[[int], None]] | None = None,
+) -> list[Row]:
+    """Runs every form at every keep rate on the same images; the dense model comes first.
+
+    Args:
+        student: a converted, calibrated model.
+        batches: ``(images, labels)``; gone through once per row, so a list or a loader, not a generator.
+        forms: what to run beside dense.
+        keeps: the keep rates for forms that have one.
+        progress: called with a title and a row count of images; returns a function that takes images done.
+    """
+    jobs = [(DENSE, None)]
+    for form in forms:
+        jobs += [(form, keep) for keep in keeps] if form.needs_keep else [(form, None)]
+    some = _first_images(batches, STATISTICS_IMAGES)
+    rows: list[Row] = []
+    dense: Predictions | None = None
+    for form, keep in jobs:
+        title = form.name if keep is None else f"{form.name}, keep {keep:g}"
+        with running_as(student, form, keep):
+            advance = progress(title, 0) if progress else None
+            result = predict_all(student, batches, advance)
+            counts = statistics = None
+            if form.core is None:
+                statistics = measure(student, some)
+                counts = _counts(student, form, statistics)
+        dense = dense or result
+        rows.append(
+            Row(
+                form=form.name,
+                keep=keep,
+                images=len(result.logits),
+                top1=result.top1,
+                agreement=agreement(result.logits, dense.logits),
+                divergence=divergence(result.logits, dense.logits),
+                kept_share=None
+                if statistics is None
+                else sum(layer.kept_share for layer in statistics) / len(statistics),
+                attention_macs=counts and counts.mhsa,
+                total_macs=counts and counts.total,
+                milliseconds=result.milliseconds,
+            )
+        )
+    return rows
+
+
+def _counts(student: nn.Module, form: Form, statistics):
+    return count_flops(student, convention="measured", statistics=statistics)
+
+
+def agreement(logits: Tensor, dense: Tensor) -> float:
+    """Percent of images on which two sets of logits choose the same class."""
+    return 100 * (logits.argmax(1) == dense.argmax(1)).double().mean().item()
+
+
+def divergence(logits: Tensor, dense: Tensor) -> float:
+    """Mean ``KL(dense || other)`` of the predicted distributions, in nats."""
+    ours, theirs = logits.double().log_softmax(1), dense.double().log_softmax(1)
+    return (theirs.exp() * (theirs - ours)).sum(1).mean().item()
+
+
+def _first_images(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> Tensor:
+    taken, parts = 0, []
+    for images, _ in batches:
+        parts.append(images[: count - taken])
+        taken += len(parts[-1])
+        if taken == count:
+            break
+    if not parts:
+        raise DataError("no images: the data is empty")
+    return torch.cat(parts)

@@ -1,0 +1,91 @@
+"""Host models by name, with weights from a file or from timm's hub; helpful where a name or file is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from sparsifiner.errors import CheckpointError, ConfigError
+
+
+def create_host(name: str, weights: str | None = None, **arguments: Any) -> nn.Module:
+    """Makes a timm model in evaluation mode.
+
+    Args:
+        name: a name timm knows.
+        weights: a file (``.safetensors``, or an official ``.pth`` read with ``weights_only``), ``"hub"`` for
+            timm's pretrained weights over the network, or None for random weights.
+        **arguments: for ``timm.create_model``, such as ``img_size``.
+    """
+    if not timm.is_model(name.split(".")[0]):
+        near = difflib.get_close_matches(name, timm.list_models(), n=3)
+        hint = f": did you mean {', '.join(near)}?" if near else ": `timm.list_models()` lists the names"
+        raise ConfigError(f"timm has no model {name!r}{hint}")
+    if weights == "hub":
+        try:
+            return timm.create_model(name, pretrained=True, **arguments).eval()
+        except Exception as error:  # whatever the hub client raises without a network
+            raise CheckpointError(
+                f"cannot fetch the weights of {name} from timm's hub ({type(error).__name__}): without a network, "
+                "give a file with --weights"
+            ) from error
+    tensors = None if weights is None else read_weights(weights)
+    if tensors is not None and "head.weight" in tensors:
+        arguments.setdefault("num_classes", tensors["head.weight"].shape[0])
+    model = timm.create_model(name, pretrained=False, **arguments)
+    if tensors is not None:
+        _fill(model, tensors, name, weights)
+    return model.eval()
+
+
+def read_weights(path: str) -> dict[str, torch.Tensor]:
+    """Tensors from a safetensors file or a ``.pth``; a pickle that holds anything else is refused."""
+    file = Path(path)
+    if not file.is_file():
+        raise CheckpointError(f"{path} does not exist or is not a file")
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{path} is not a whole file of weights ({reason}): truncated, damaged, or more than tensors, which "
+            "is never loaded"
+        ) from None
+    tensors = content.get("model", content) if isinstance(content, dict) else content
+    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        raise CheckpointError(f"{path} is not a state dict: expected tensors by name, or those under 'model'")
+    return tensors
+
+
+def _fill(model: nn.Module, tensors: dict[str, torch.Tensor], name: str, weights: Any) -> None:
+    expected = model.state_dict()
+    if (
+        isinstance(model, timm.models.VisionTransformer)
+        and "pos_embed" in tensors
+        and tensors["pos_embed"].shape != expected["pos_embed"].shape
+    ):
+        from timm.models.vision_transformer import checkpoint_filter_fn
+
+        tensors = checkpoint_filter_fn(tensors, model)  # resamples position embeddings, as timm does
+    wrong = [key for key in expected if key in tensors and tensors[key].shape != expected[key].shape]
+    missing, foreign = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
+    if wrong:
+        key = wrong[0]
+        raise CheckpointError(
+            f"{weights} does not fit {name}: {key} is {tuple(tensors[key].shape)} in the file and "
+            f"{tuple(expected[key].shape)} in the model"
+        )
+    if missing or foreign:
+        example = f"lacks {missing[0]}" if missing else f"has {foreign[0]}, which the model has not"
+        raise CheckpointError(f"{weights} does not fit {name}: it {example}")
+    model.load_state_dict(tensors)

@@ -1,0 +1,1 @@
+"""Modules that own parameters: the connectivity predictor and the sparse attention layer."""

@@ -1,0 +1,84 @@
+"""The connectivity predictor's parameters (Eq. 1-3): per head, indexed by token position."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from sparsifiner.errors import ConfigError
+from sparsifiner.nn.grid import landmark_cells, resample
+
+
+class ConnectivityPredictor(nn.Module):
+    """``w_down`` and ``w_up`` of one attention layer, ``[heads, m, n]`` each.
+
+    They belong to the grid they were made or calibrated for; at another grid `at` resamples them.
+
+    Before calibration a landmark is the mean key of a cell of the grid, and stands for its cell evenly.
+    """
+
+    def __init__(self, num_heads: int, n_down: int, grid: tuple[int, int], num_prefix: int) -> None:
+        super().__init__()
+        patches = grid[0] * grid[1]
+        if n_down > patches:
+            raise ConfigError(
+                f"n_down={n_down} is more landmarks than the {grid[0]} x {grid[1]} grid has patches ({patches})"
+            )
+        self.grid = grid
+        self.num_prefix = num_prefix
+        cells = landmark_cells(n_down, grid).flatten()
+        pooling = torch.zeros(n_down, num_prefix + patches)
+        pooling[cells, num_prefix + torch.arange(patches)] = 1.0
+        pooling /= pooling.sum(1, keepdim=True)
+        self.w_down = nn.Parameter(pooling.expand(num_heads, -1, -1).clone())
+        self.w_up = nn.Parameter(pooling.expand(num_heads, -1, -1).clone())
+        self._resampled: tuple[tuple, tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def n_down(self) -> int:
+        """The number of landmarks."""
+        return self.w_down.shape[1]
+
+    def at(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """``(w_down, w_up)`` for a grid; what was resampled is kept until the weights change."""
+        if grid == self.grid:
+            return self.w_down, self.w_up
+        if torch.compiler.is_compiling() or (torch.is_grad_enabled() and self.w_up.requires_grad):
+            return self._resample(grid)
+        key = (grid, *((w.data_ptr(), w._version, w.dtype) for w in (self.w_down, self.w_up)))
+        if self._resampled is None or self._resampled[0] != key:
+            # Not an inference tensor: a later training step may save it.
+            with torch.inference_mode(False), torch.no_grad():
+                self._resampled = (key, self._resample(grid))
+        return self._resampled[1]
+
+    def _resample(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        return (
+            resample(self.w_down, self.grid, grid, self.num_prefix),
+            resample(self.w_up, self.grid, grid, self.num_prefix),
+        )
+
+    def rebase(self, grid: tuple[int, int]) -> None:
+        """Makes ``grid`` the predictor's own: the parameters themselves are resampled."""
+        if grid == self.grid:
+            return
+        with torch.no_grad():
+            w_down, w_up = self._resample(grid)
+        self.w_down = nn.Parameter(w_down, requires_grad=self.w_down.requires_grad)
+        self.w_up = nn.Parameter(w_up, requires_grad=self.w_up.requires_grad)
+        self.grid, self._resampled = grid, None
+
+    def __deepcopy__(self, memo: dict) -> ConnectivityPredictor:
+        """A copy without the resampled weights, which belong to this module's tensors."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        state = {key: value for key, value in self.__dict__.items() if key != "_resampled"}
+        twin.__dict__.update(copy.deepcopy(state, memo), _resampled=None)
+        return twin
+
+    def extra_repr(self) -> str:
+        """Shown by print(model)."""
+        heads, landmarks, n = self.w_down.shape
+        return f"heads={heads}, n_down={landmarks}, tokens={n}, grid={self.grid}"

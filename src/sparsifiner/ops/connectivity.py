@@ -1,0 +1,126 @@
+"""Eq. 1-3: from queries and keys to the lists of keys each query attends to.
+
+Shapes: ``[batch, heads, n, d]`` for queries, keys and values, with ``num_prefix`` prefix tokens (class,
+distillation, registers) first and the patches of the grid after them in row-major order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from sparsifiner.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Connectivity:
+    """The keys each patch query attends to, as index lists: memory proportional to the connections.
+
+    Patch queries come in groups that share a list: one query a group, or the queries of a tile. Prefix
+    queries have no list: they attend to everything.
+
+    Attributes:
+        indices: int32 ``[batch, heads, groups, width]``, key indices in ascending order, padded with -1.
+        counts: int32 ``[batch, heads, groups]``, how many entries of each list are real.
+        members: int64 ``[groups, size]``, the token indices of each group's queries, padded with -1.
+        num_tokens: n, prefix included.
+        num_prefix: how many tokens at the start are prefix tokens.
+        adds_self: each query attends to itself even where its group's list does not hold it.
+    """
+
+    indices: Tensor
+    counts: Tensor
+    members: Tensor
+    num_tokens: int
+    num_prefix: int
+    adds_self: bool = False
+
+    def __post_init__(self) -> None:
+        batch, heads, groups, _ = self.indices.shape
+        if self.counts.shape != (batch, heads, groups) or self.members.shape[0] != groups:
+            raise ConfigError(
+                f"lists, counts and members do not belong together: {tuple(self.indices.shape)}, "
+                f"{tuple(self.counts.shape)}, {tuple(self.members.shape)}"
+            )
+
+    def mask(self, queries: Tensor | None = None) -> Tensor:
+        """The connections as a boolean ``[batch, heads, queries, n]``: for tests and for people who look.
+
+        Args:
+            queries: token indices of the rows wanted; None for all n.
+        """
+        n, device = self.num_tokens, self.indices.device
+        rows = torch.arange(n, device=device) if queries is None else queries
+        group_of = torch.zeros(n + 1, dtype=torch.long, device=device)  # entry n takes the padding
+        numbers = torch.arange(len(self.members), device=device)[:, None]
+        group_of[torch.where(self.members < 0, n, self.members)] = numbers
+        lists = self.indices[:, :, group_of[rows]].long()
+        mask = torch.zeros(*lists.shape[:3], n + 1, dtype=torch.bool, device=device)
+        mask.scatter_(3, torch.where(lists < 0, n, lists), True)
+        mask = mask[..., :n]
+        if self.adds_self:
+            mask[:, :, torch.arange(len(rows), device=device), rows] = True
+        mask[:, :, rows < self.num_prefix] = True
+        return mask
+
+    def connections(self) -> Tensor:
+        """How many (patch query, key) pairs are connected: int64 ``[batch, heads]``."""
+        sizes = (self.members >= 0).sum(1)  # [groups]
+        total = (self.counts * sizes).sum(-1)
+        if self.adds_self:
+            listed = (self.indices[..., None, :] == self.members[:, :, None]).any(-1) | (self.members < 0)
+            total = total + (~listed).sum((2, 3))
+        return total
+
+    @classmethod
+    def from_mask(cls, mask: Tensor, num_prefix: int) -> Connectivity:
+        """Lists from a boolean ``[batch, heads, n, n]``: for fixed patterns and for tests."""
+        if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[2] != mask.shape[3]:
+            raise ConfigError(f"mask must be boolean [batch, heads, n, n], got {mask.dtype} {tuple(mask.shape)}")
+        rows = mask[:, :, num_prefix:]
+        if not bool(rows.any(-1).all()):
+            raise ConfigError("a query of the mask attends to nothing: every row needs at least one key")
+        indices, counts = lists_from_mask(rows, int(rows.sum(-1).max()))
+        n = mask.shape[2]
+        members = torch.arange(num_prefix, n, device=mask.device)[:, None]
+        return cls(indices, counts, members, num_tokens=n, num_prefix=num_prefix)
+
+
+def lists_from_mask(mask: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Compacts a boolean ``[..., n]`` into ascending int32 lists ``[..., width]`` and their counts."""
+    counts = mask.sum(-1, dtype=torch.int32)
+    flat = mask.flatten(0, -2)
+    rows, columns = flat.nonzero(as_tuple=True)  # row-major, so columns ascend within a row
+    starts = counts.flatten().cumsum(0) - counts.flatten()
+    lists = torch.full((flat.shape[0], width), -1, dtype=torch.int32, device=mask.device)
+    lists[rows, torch.arange(rows.numel(), device=mask.device) - starts[rows]] = columns.int()
+    return lists.view(*mask.shape[:-1], width), counts
+
+
+def query_groups(grid: tuple[int, int], num_prefix: int, tile: tuple[int, int] | None, device: torch.device) -> Tensor:
+    """The token indices that share a list, int64 ``[groups, size]``, -1 padded where a tile is cut.
+
+    Tiles start at the top left corner; where they do not divide the grid, the last ones are smaller.
+    """
+    rows, columns = grid
+    tokens = torch.arange(rows * columns, device=device).view(rows, columns) + num_prefix
+    if tile is None:
+        return tokens.reshape(-1, 1)
+    height, width = min(tile[0], rows), min(tile[1], columns)
+    padded = torch.nn.functional.pad(tokens, (0, -columns % width, 0, -rows % height), value=-1)
+    tiles = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
+    return tiles.transpose(1, 2).reshape(-1, height * width)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Sums are carried in float32 at least, whatever the inputs are stored in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def low_rank_attention(q: Tensor, k: Tensor, w_down: Tensor, num_prefix: int, scale: float) -> Tensor:
+    """Eq. 1 for the patch queries: ``softmax(q (w_down k)^T * scale)``, ``[batch, heads, n - prefix, m]``."""
+    dtype = accumulation_dtype(q.dtype)
+    k_down = w_down.to(dtype) @ k.to(dtype)  # [batch, heads, m, d]
+    return torch.softmax(q[:, :, num_prefix:].to(dtype) @ k_down.mT * scale, dim=-1)

@@ -1,0 +1,66 @@
+"""Comparisons as tables: for the terminal, for Markdown, for CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sparsifiner.inspect.compare import Row
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+TITLES = ("form", "keep", "top-1 %", "agreement %", "KL", "connections", "attention", "model", "ms/image")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row as text, empty where a figure does not apply."""
+
+    def million(value: float | None) -> str:
+        return "" if value is None else f"{value / 1e6:,.2f}"
+
+    return (
+        row.form,
+        "" if row.keep is None else f"{row.keep:g}",
+        "" if row.top1 is None else f"{row.top1:.2f}",
+        f"{row.agreement:.2f}",
+        f"{row.divergence:.4f}",
+        "" if row.kept_share is None else f"{row.kept_share:.1%}",
+        million(row.attention_macs),
+        million(row.total_macs),
+        f"{row.milliseconds:.2f}",
+    )
+
+
+def comparison(rows: Sequence[Row]) -> Table:
+    """For the terminal."""
+    from rich.table import Table
+
+    table = Table(title=f"{rows[0].images} images; agreement and KL are to the dense model")
+    for index, title in enumerate(TITLES):
+        table.add_column(title, justify="left" if index == 0 else "right")
+    previous = rows[0].form
+    for row in rows:
+        if row.form != previous:
+            table.add_section()
+        previous = row.form
+        table.add_row(*cells(row))
+    return table
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """For documents."""
+    lines = ["| " + " | ".join(TITLES) + " |", "|---|" + "---:|" * (len(TITLES) - 1)]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """For programs: every figure at full precision."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, fieldnames=list(rows[0].to_dict()), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row.to_dict() for row in rows)
+    return buffer.getvalue()

@@ -1,0 +1,228 @@
+"""The command as a user meets it: what it prints, what it writes, how it refuses."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import sparsifiner as sp
+from sparsifiner.cli import main
+from sparsifiner.cli.main import app
+
+from ..conftest import sharpen
+
+NAME = "vit_tiny_patch16_224"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Weights of a tiny model of three classes, and twelve images of them."""
+    root = tmp_path_factory.mktemp("cli")
+    torch.manual_seed(0)
+    save_file(
+        sharpen(timm.create_model(NAME, img_size=64, num_classes=3)).state_dict(),
+        root / "weights.safetensors",
+    )
+    for number, name in enumerate(("ant", "bee", "cat")):
+        (root / "images" / name).mkdir(parents=True)
+        for index in range(4):
+            pixels = torch.randint(
+                0,
+                255,
+                (70, 70, 3),
+                dtype=torch.uint8,
+                generator=torch.Generator().manual_seed(number * 9 + index),
+            )
+            Image.fromarray(pixels.numpy()).save(root / "images" / name / f"{index}.png")
+    return root
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=True)
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+def calibrate(folder, *more):
+    return run(
+        "calibrate", "--model", NAME, "--image-size", 64, "--weights", folder / "weights.safetensors",
+        "--data", folder / "images", "--images", 8, "--n-down", 4, "--out", folder / "student.safetensors", *more,
+    )  # fmt: skip
+
+
+def test_calibrate_then_eval_info_and_flops(folder):
+    report = json.loads(calibrate(folder, "--keep", "0.4", "--tau", "0.1", "--json").stdout)
+    assert report["images"] == 8
+    assert len(report["layers"]) == 12
+    path = folder / "student.safetensors"
+    assert sp.config_of(sp.load(path)) == sp.SparseConfig(0.4, n_down=4, tau=0.1)
+
+    evaluated = json.loads(run("eval", path, "--data", folder / "images", "--keep", "0.3", "--json").stdout)
+    dense, sparse = evaluated["rows"]
+    assert evaluated["config"]["keep"] == 0.3
+    assert dense["images"] == sparse["images"] == 12
+    assert dense["agreement"] == 100
+    assert sparse["kept_share"] < 1
+    assert "top-1 %" in run("eval", path, "--data", folder / "images", "--no-residual", "--tile", "2x2").stdout
+
+    about = json.loads(run("info", path, "--json").stdout)
+    assert about["model"]["architecture"] == NAME
+
+    paper, measured = json.loads(run("flops", path, "--data", folder / "images", "--json").stdout)
+    assert paper["convention"] == "paper"
+    assert measured["convention"] == "measured"
+    assert measured["residual"] > 0
+    assert "dense total" in run("flops", path).stdout
+
+
+def test_calibrate_prints_recall_and_writes_predictors_only(folder):
+    text = calibrate(folder, "--predictors-only").stdout
+    assert "recall" in text
+    assert "calibrated on 8 images" in text
+    assert (folder / "student.safetensors").stat().st_size < (folder / "weights.safetensors").stat().st_size / 10
+
+
+def test_flops_of_a_named_model():
+    (count,) = json.loads(run("flops", "--model", "deit_small_patch16_224", "--keep", "0.25", "--json").stdout)
+    assert count["dense_attention"] == pytest.approx(357.7e6, rel=1e-3)
+    assert count["mhsa"] == pytest.approx(165.6e6, rel=2e-2)
+
+
+def test_the_papers_rows():
+    rows = json.loads(run("flops", "--paper", "--json").stdout)
+    assert len(rows) == 27
+    assert max(abs(row["difference"]) for row in rows) < 0.06
+    assert "LV-ViT-S" in run("flops", "--paper").stdout
+
+
+def test_info_names_versions_hosts_and_backends():
+    about = json.loads(run("info", "--json").stdout)
+    assert about["sparsifiner"] == sp.__version__
+    assert about["backends"]["eager"] == "can run"
+    assert "timm" in about["hosts"]
+    assert "backends:" in run("info").stdout
+
+
+def test_demo_on_a_real_model(folder):
+    result = run(
+        "demo", "--model", NAME, "--weights", folder / "weights.safetensors", "--data", folder / "images",
+        "--calibration-data", folder / "images", "--keep", "0.5,0.1", "--n-down", 4, "--images", 6, "--limit", 9,
+        "--image-size", 64, "--json",
+    )  # fmt: skip
+    rows = json.loads(result.stdout)
+    assert [row["form"] for row in rows] == ["dense"] + ["paper form"] * 2 + ["residual"] * 2 + [
+        "residual + tile 2x2"
+    ] * 2
+    assert {row["images"] for row in rows} == {9}
+
+
+def test_demo_on_digits(monkeypatch):
+    from sparsifiner import digits
+
+    train = digits.train_digits
+    monkeypatch.setattr(digits, "train_digits", lambda *args, **options: train(*args, **(options | {"epochs": 2})))
+    text = run("demo", "--keep", "0.5").stdout
+    assert "residual + tile 2x2" in text
+    assert "449 images" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["info", "nothing.safetensors"], "nothing.safetensors does not exist"),
+        (["eval", "nothing.safetensors", "--data", "x"], "nothing.safetensors does not exist"),
+        (["flops"], "no model: give --model NAME"),
+        (["flops", "--model", "deit_tinny_patch16_224"], "did you mean deit_tiny_patch16_224"),
+        (["flops", "--model", "resnet18"], "it has no attention"),
+        (["flops", "--model", NAME, "--keep", "1.5"], "keep must be a share of the tokens in (0, 1]"),
+        (["flops", "--model", NAME, "--keep", "half"], "--keep: expected numbers between commas, got 'half'"),
+        (["flops", "--model", NAME, "--keep", "0.5,0.5"], "keep lists 2 values but the model has 12"),
+        (["flops", "--model", NAME, "--n-down", "500"], "n_down=500 is more landmarks than the 14 x 14 grid"),
+        (["demo", "--model", NAME], "needs --data to evaluate on and other --calibration-data"),
+        (["demo", "--tile", "2by2"], "--tile: expected ROWSxCOLUMNS, such as 2x7"),
+        (["calibrate", "--model", NAME, "--data", "nowhere", "--out", "x"], "nowhere does not exist"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_code_2(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sparsifiner", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main.run()
+    assert caught.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.strip().splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_itself(tmp_path):
+    command = [sys.executable, "-m", "sparsifiner", "info", "nothing.safetensors"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "error: nothing.safetensors does not exist or is not a file\n"
+
+
+def test_ctrl_c_ends_quietly(monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main, "app", interrupt)
+    with pytest.raises(SystemExit) as caught:
+        main.run()
+    assert caught.value.code == 130
+    assert "stopped" in capsys.readouterr().err
+
+
+def test_broken_images_are_named_and_skipped_if_asked(folder, tmp_path):
+    import shutil
+
+    images = shutil.copytree(folder / "images", tmp_path / "images")
+    (images / "bee" / "0.png").write_bytes(b"broken")
+    arguments = [
+        "calibrate",
+        "--model",
+        NAME,
+        "--image-size",
+        64,
+        "--data",
+        images,
+        "--n-down",
+        4,
+        "--out",
+        tmp_path / "s",
+    ]
+    with pytest.raises(sp.SparsifinerError, match="cannot read image bee/0.png"):
+        run(*arguments)
+    assert not (tmp_path / "s").exists()
+    result = run(*arguments, "--skip-unreadable")
+    assert "skipped bee/0.png" in result.stderr
+    assert "skipped 1 of 12 images" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["demo", "calibrate", "eval", "flops", "info"])
+def test_help_has_an_example(verb):
+    assert "Example" in run(verb, "--help").stdout
+
+
+def test_version():
+    assert run("--version").stdout.strip() == f"sparsifiner {sp.__version__}"
+
+
+def test_help_does_not_wait_for_torch():
+    """Not a time, which a busy machine would spoil: what is imported decides it."""
+    code = (
+        "import sys; from sparsifiner.cli.main import app; from typer.testing import CliRunner;"
+        "CliRunner().invoke(app, ['--help']); print('torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

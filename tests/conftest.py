@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+# Set here so that every test process, also one started by hand, leaves the other core to its neighbour.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def sharpen(model: nn.Module) -> nn.Module:
+    """Random weights attend to everything alike; larger ones make attention worth predicting."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "qkv.weight" in name:
+                parameter.normal_(std=0.25)
+    return model.eval()
+
+
+def make_vit(**arguments) -> VisionTransformer:
+    """A ViT of 26 tokens, 2 layers and 3 heads that runs in milliseconds."""
+    settings = {
+        "img_size": 20,
+        "patch_size": 4,
+        "embed_dim": 24,
+        "depth": 2,
+        "num_heads": 3,
+        "num_classes": 7,
+    }
+    torch.manual_seed(0)
+    model = VisionTransformer(**(settings | arguments))
+    sharpen(model)
+    return model
+
+
+@pytest.fixture
+def vit() -> VisionTransformer:
+    return make_vit()
+
+
+@pytest.fixture
+def photos() -> torch.Tensor:
+    return torch.randn(6, 3, 20, 20)
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """The folder with real DeiT-Tiny weights and ImageNet images, which are not part of the project."""
+    beside = Path(__file__).resolve().parents[2] / "shared" / "assets"
+    folder = Path(os.environ.get("SPARSIFINER_ASSETS", beside))
+    if not (folder / "deit_tiny_patch16_224.safetensors").is_file():
+        pytest.skip("no real weights and images: set SPARSIFINER_ASSETS to the folder that holds them")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def deit(assets: Path) -> nn.Module:
+    from sparsifiner.models import create_host
+
+    return create_host("deit_tiny_patch16_224", str(assets / "deit_tiny_patch16_224.safetensors"))

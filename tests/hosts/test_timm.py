@@ -1,0 +1,188 @@
+"""Every member of the family: converted at keep 1 it is the host, sparse it runs, restored it is the host."""
+
+import pytest
+import timm
+import torch
+
+import sparsifiner as sp
+from sparsifiner.convert import find_host, sparse_layers
+from sparsifiner.errors import DataError, UnsupportedModelError
+
+from ..conftest import make_vit, sharpen
+
+FAMILY = {
+    "deit tiny": {"name": "deit_tiny_patch16_224"},
+    "deit small": {"name": "deit_small_patch16_224"},
+    "deit base": {"name": "deit_base_patch16_224"},
+    "deit distilled, two prefix tokens": {"name": "deit_tiny_distilled_patch16_224"},
+    "deit-3, layer scale": {"name": "deit3_small_patch16_224"},
+    "vit, patch 32": {"name": "vit_tiny_patch16_224", "patch_size": 32},
+    "vit, patch 14": {"name": "vit_tiny_patch16_224", "patch_size": 14, "img_size": 112},
+    "dinov2": {"name": "vit_small_patch14_dinov2", "img_size": 112},
+    "dinov2 with registers": {"name": "vit_small_patch14_reg4_dinov2", "img_size": 112},
+    "average pooling, no class token": {
+        "name": "vit_base_patch16_siglip_224",
+        "global_pool": "avg",
+        "img_size": 96,
+    },
+    "attention pooling": {"name": "vit_base_patch16_siglip_224", "img_size": 96},
+    "clip, norm before the blocks": {"name": "vit_base_patch32_clip_224", "img_size": 96},
+    "parallel blocks": {"name": "vit_small_patch16_18x2_224"},
+}
+
+
+def build(name: str, **arguments):
+    arguments = {"num_classes": 5} | arguments
+    if "depth" not in arguments:
+        arguments["depth"] = 2
+    return sharpen(timm.create_model(name, **arguments))
+
+
+def check(model, size):
+    images = torch.randn(2, 3, *size)
+    with torch.inference_mode():
+        expected = model(images)
+        student = sp.sparsify(model, sp.SparseConfig(keep=1.0, n_down=4))
+        assert torch.equal(student(images), expected)
+        sp.reconfigure(student, keep=0.2, tau=0.0, basis_threshold=0.0)
+        sparse = student(images)
+        assert sparse.shape == expected.shape
+        assert bool(torch.isfinite(sparse).all())
+        assert not torch.equal(sparse, expected)
+        restored = sp.restore(student)
+        assert torch.equal(restored(images), expected)
+    assert list(restored.state_dict()) == list(model.state_dict())
+    ours = {name for name in student.state_dict() if name not in model.state_dict()}
+    assert all(".predictor.w_" in name for name in ours)
+    assert len(ours) == 2 * len(sparse_layers(student))
+    return student
+
+
+@pytest.mark.parametrize("member", FAMILY)
+def test_family(member):
+    arguments = dict(FAMILY[member])
+    model = build(arguments.pop("name"), **arguments)
+    check(model, model.patch_embed.img_size)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"num_heads": 2, "embed_dim": 20},  # head dimension 10
+        {"num_heads": 1},
+        {"img_size": (12, 28)},
+        {"patch_size": (2, 5)},
+        {"qk_norm": True, "norm_layer": torch.nn.LayerNorm},
+        {"scale_attn_norm": True, "norm_layer": torch.nn.LayerNorm},
+        {"reg_tokens": 4},
+        {"class_token": False, "global_pool": "avg"},
+        {"class_token": False, "reg_tokens": 2, "global_pool": "avg"},
+        {"no_embed_class": True},
+        {"init_values": 0.5},
+        {"qkv_bias": False},
+        {"num_classes": 0},
+        {"block_fn": timm.models.vision_transformer.ResPostBlock},
+    ],
+    ids=str,
+)
+def test_variants(arguments):
+    model = make_vit(**arguments)
+    check(model, model.patch_embed.img_size)
+
+
+def test_attention_that_gates_its_output():
+    model = make_vit()
+    for block in model.blocks:
+        block.attn = timm.layers.attention.Attention(24, num_heads=3, gated=True)
+    sharpen(model)
+    student = check(model, (20, 20))
+    layer = sparse_layers(student)[0]
+    x = torch.randn(2, 26, 24)
+    q, k, v = layer.adapter.qkv(layer.host, x)
+    heads = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(layer.adapter.project(layer.host, heads, x), layer.host(x))
+
+
+def test_unfused_attention_is_the_same_host():
+    model = make_vit()
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    check(model, (20, 20))
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("swin_tiny_patch4_window7_224", "inside shifted windows"),
+        ("resnet18", "it has no attention"),
+        ("eva02_tiny_patch14_224", "rotary"),
+        ("beit_base_patch16_224", "relative-position bias"),
+        ("mixer_s32_224", "it has no attention"),
+        ("pit_ti_224", "it is not a timm VisionTransformer"),
+        ("vit_relpos_small_patch16_224", "relative-position bias"),
+        ("xcit_nano_12_p16_224", "over channels"),
+    ],
+)
+def test_models_that_cannot_be_converted_hear_why(name, reason):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        sp.sparsify(model, sp.SparseConfig(0.5))
+    assert "supported: timm's VisionTransformer family" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_vits_that_cannot_be_converted_hear_why():
+    with pytest.raises(UnsupportedModelError, match="patch_drop_rate=0"):
+        find_host(make_vit(patch_drop_rate=0.5))
+    with pytest.raises(UnsupportedModelError, match="attn_drop_rate=0"):
+        find_host(make_vit(attn_drop_rate=0.1))
+    with pytest.raises(UnsupportedModelError, match="ParallelScalingBlock"):
+        find_host(make_vit(block_fn=timm.models.vision_transformer.ParallelScalingBlock))
+    with pytest.raises(UnsupportedModelError, match="expected a torch module, got str"):
+        find_host("deit_tiny_patch16_224")  # pyright: ignore[reportArgumentType]
+
+
+def test_set_input_size_resamples_the_predictors():
+    model = make_vit()
+    student = sp.sparsify(model, sp.SparseConfig(keep=0.3, n_down=5, tau=0.0, basis_threshold=0.0))
+    for size in ((28, 20), (40, 40), (20, 20)):
+        student.set_input_size(size)
+        images = torch.randn(2, 3, *size)
+        assert bool(torch.isfinite(student(images)).all())
+        model.set_input_size(size)
+        with sp.dense_mode(student):
+            torch.testing.assert_close(student(images), model(images))
+
+
+def test_dynamic_image_size():
+    model = make_vit(dynamic_img_size=True)
+    student = sp.sparsify(model, sp.SparseConfig(keep=0.3, n_down=5, tau=0.0, basis_threshold=0.0))
+    results = {}
+    for size in ((20, 20), (12, 36), (32, 20), (20, 20)):
+        images = torch.ones(1, 3, *size)
+        out = student(images)
+        assert bool(torch.isfinite(out).all())
+        if size in results:
+            assert torch.equal(out, results[size])  # sizes in between leave no trace
+        results[size] = out
+        with sp.dense_mode(student):
+            torch.testing.assert_close(student(images), model(images))
+    with pytest.raises(DataError, match="21 x 20, not a whole number of 4 x 4 patches"):
+        student(torch.ones(1, 3, 21, 20))
+
+
+def test_copies_watch_their_own_grid():
+    import copy
+
+    student = sp.sparsify(make_vit(dynamic_img_size=True), sp.SparseConfig(keep=0.3, n_down=5))
+    twin = copy.deepcopy(student)
+    twin(torch.ones(1, 3, 32, 20))
+    assert sparse_layers(student)[0].grid.size == (5, 5)
+    assert sparse_layers(twin)[0].grid.size == (8, 5)
+
+
+def test_a_wrong_image_size_is_refused():
+    student = sp.sparsify(make_vit(), sp.SparseConfig(keep=0.3, n_down=5))
+    with pytest.raises(DataError, match="images are 24 x 20 but the model takes 20 x 20"):
+        student(torch.ones(1, 3, 24, 20))

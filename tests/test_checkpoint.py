@@ -1,0 +1,206 @@
+import json
+import os
+import pickle
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import sparsifiner as sp
+from sparsifiner.checkpoint import describe
+from sparsifiner.convert import sparse_layers
+from sparsifiner.errors import CheckpointError
+
+from .conftest import make_vit, sharpen
+
+CONFIG = sp.SparseConfig([0.3, 0.2], n_down=6, tau=0.01, tile=(2, 2))
+NAME = "vit_tiny_patch16_224"
+
+
+@pytest.fixture
+def student():
+    model = timm.create_model(NAME, depth=2, img_size=80, num_classes=7)
+    student = sp.sparsify(sharpen(model), CONFIG)
+    with torch.no_grad():
+        for layer in sparse_layers(student):
+            layer.predictor.w_up.uniform_(0, 0.2)
+    return student
+
+
+@pytest.fixture
+def host():
+    return timm.create_model(NAME, depth=2, img_size=80, num_classes=7)
+
+
+@pytest.fixture
+def images():
+    return torch.randn(2, 3, 80, 80)
+
+
+def test_round_trip_with_the_host_given(student, host, images, tmp_path):
+    path = tmp_path / "student.safetensors"
+    sp.save(student, path)
+    again = sp.load(path, model=host)
+    assert torch.equal(again(images), student(images))
+    assert sp.config_of(again) == CONFIG
+    assert not again.training
+    assert os.listdir(tmp_path) == ["student.safetensors"]  # nothing temporary is left
+
+
+def test_round_trip_by_name_alone(tmp_path):
+    model = sharpen(timm.create_model(NAME, img_size=48, num_classes=3, dynamic_img_size=True))
+    student = sp.sparsify(model, sp.SparseConfig(0.4, n_down=5))
+    sp.save(student, tmp_path / "a.safetensors")
+    again = sp.load(tmp_path / "a.safetensors")
+    for size in (48, 80):
+        images = torch.randn(2, 3, size, size)
+        assert torch.equal(again(images), student(images))
+
+
+def test_predictors_only(student, host, images, tmp_path):
+    path = tmp_path / "predictors.safetensors"
+    sp.save(student, path, host_weights=False)
+    with safe_open(path, "pt") as file:
+        assert all(".predictor." in name for name in file.keys())  # noqa: SIM118
+    with pytest.raises(CheckpointError, match="holds predictors only: pass the host"):
+        sp.load(path)
+    host.load_state_dict(sp.restore(student).state_dict())
+    assert torch.equal(sp.load(path, model=host)(images), student(images))
+
+
+def test_after_a_change_of_size(student, tmp_path):
+    student.set_input_size((112, 80))
+    sp.save(student, tmp_path / "a.safetensors")
+    images = torch.randn(1, 3, 112, 80)
+    host = timm.create_model(NAME, depth=2, img_size=(112, 80), num_classes=7)
+    assert torch.equal(sp.load(tmp_path / "a.safetensors", model=host)(images), student(images))
+
+
+def test_what_the_file_says_of_itself(student, tmp_path):
+    sp.save(student, tmp_path / "a.safetensors")
+    about = describe(tmp_path / "a.safetensors")
+    assert about["library_version"] == sp.__version__
+    assert about["host"] == "timm"
+    assert about["model"]["architecture"] == NAME
+    assert about["config"]["n_down"] == 6
+
+
+def test_another_host_or_size_is_refused(student, images, tmp_path):
+    path = tmp_path / "a.safetensors"
+    sp.save(student, path)
+    arguments = {"depth": 2, "img_size": 80, "num_classes": 7}
+    with pytest.raises(CheckpointError, match="belongs to vit_tiny_patch16_224, not to deit_tiny_patch16_224"):
+        sp.load(path, model=timm.create_model("deit_tiny_patch16_224", **arguments))
+    with pytest.raises(CheckpointError, match="belongs to timm vit_tiny_patch16_224, not to a VisionTransformerDist"):
+        sp.load(path, model=timm.create_model("deit_tiny_distilled_patch16_224", **arguments))
+    with pytest.raises(CheckpointError, match="is for images of 80 x 80, the model takes 96 x 96"):
+        sp.load(path, model=timm.create_model(NAME, **(arguments | {"img_size": 96})))
+    with pytest.raises(CheckpointError, match=r"head.bias is \(7,\) in the file and \(8,\) in the model: another size"):
+        sp.load(path, model=timm.create_model(NAME, **(arguments | {"num_classes": 8})))
+    with pytest.raises(CheckpointError, match="2 attention layers, this one has 3"):
+        sp.load(path, model=timm.create_model(NAME, **(arguments | {"depth": 3})))
+
+
+def test_a_host_made_with_other_arguments_is_refused_by_name(student, tmp_path):
+    path = tmp_path / "a.safetensors"
+    sp.save(student, path)  # depth=2 is not in timm's name
+    with pytest.raises(CheckpointError, match="pass model="):
+        sp.load(path)
+
+
+def test_a_model_without_a_name_needs_the_host(tmp_path, photos):
+    student = sp.sparsify(make_vit(), sp.SparseConfig(0.4, n_down=5))
+    sp.save(student, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=r"was not made by timm.create_model"):
+        sp.load(tmp_path / "a.safetensors")
+    assert torch.equal(sp.load(tmp_path / "a.safetensors", model=make_vit())(photos), student(photos))
+
+
+def rewrite(path, change):
+    """The same tensors under a changed description."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        about = json.loads(file.metadata()["sparsifiner"])
+    change(about)
+    save_file(tensors, path, metadata={"sparsifiner": json.dumps(about)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda about: about.update(format_version=99), "has format 99.* upgrade sparsifiner"),
+        (lambda about: about.pop("config"), "its description lacks config"),
+        (lambda about: about["config"].update(keep=7), "its settings are damaged: keep must be"),
+        (lambda about: about["model"].update(architecture="no_such_vit"), "has no model 'no_such_vit'"),
+        (lambda about: about.update(host="elsewhere"), "is of host 'elsewhere'"),
+        (lambda about: about.pop("format_version"), "its description is damaged"),
+    ],
+)
+def test_damaged_descriptions(student, tmp_path, change, message):
+    path = tmp_path / "a.safetensors"
+    sp.save(student, path)
+    rewrite(path, change)
+    with pytest.raises(CheckpointError, match=message):
+        sp.load(path)
+
+
+def test_files_that_are_not_ours(student, tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        sp.load(tmp_path / "nothing.safetensors")
+    plain = tmp_path / "plain.safetensors"
+    save_file({"a": torch.zeros(2)}, plain)
+    with pytest.raises(CheckpointError, match=r"was not written by sparsifiner.save"):
+        sp.load(plain)
+    path = tmp_path / "whole.safetensors"
+    sp.save(student, path)
+    for size in (0, 7, 1000, path.stat().st_size - 1):
+        cut = tmp_path / "cut.safetensors"
+        cut.write_bytes(path.read_bytes()[:size])
+        with pytest.raises(CheckpointError, match="is not a whole safetensors file"):
+            sp.load(cut)
+
+
+def test_a_pickle_is_never_loaded(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "sprung"),))
+
+    hostile = tmp_path / "hostile.safetensors"
+    hostile.write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(CheckpointError):
+        sp.load(hostile)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_failed_write_leaves_the_old_file(student, tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    sp.save(student, path)
+    before = path.read_bytes()
+
+    def full_disk(tensors, target, metadata):
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("sparsifiner.checkpoint.save_file", full_disk)
+    with pytest.raises(CheckpointError, match="cannot write .*No space left on device"):
+        sp.save(student, path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_ctrl_c_leaves_the_old_file(student, tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    sp.save(student, path)
+    before = path.read_bytes()
+    monkeypatch.setattr("sparsifiner.checkpoint.save_file", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        sp.save(student, path)
+    assert path.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_a_folder_that_is_not_there(student, tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        sp.save(student, tmp_path / "no" / "a.safetensors")

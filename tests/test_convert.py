@@ -1,0 +1,104 @@
+import copy
+import io
+
+import pytest
+import torch
+
+import sparsifiner as sp
+from sparsifiner.convert import conversion_of, sparse_layers
+from sparsifiner.errors import ConfigError, UnsupportedModelError
+
+
+def test_the_model_given_is_untouched(vit, photos):
+    before = vit(photos)
+    keys = list(vit.state_dict())
+    student = sp.sparsify(vit, sp.SparseConfig(keep=0.3, n_down=5))
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.zero_()
+    assert torch.equal(vit(photos), before)
+    assert list(vit.state_dict()) == keys
+
+
+def test_host_parameters_keep_their_names_and_values(vit):
+    student = sp.sparsify(vit, sp.SparseConfig(keep=0.3, n_down=5))
+    state = student.state_dict()
+    for name, value in vit.state_dict().items():
+        assert torch.equal(state[name], value)
+    assert "blocks.1.attn.predictor.w_up" in state
+
+
+def test_restore_gives_the_current_weights_and_leaves_the_student(vit, photos):
+    student = sp.sparsify(vit, sp.SparseConfig(keep=0.3, n_down=5))
+    with torch.no_grad():
+        student.blocks[0].attn.qkv.weight.mul_(0.5)
+    dense = sp.restore(student)
+    with sp.dense_mode(student):
+        assert torch.equal(dense(photos), student(photos))
+    assert not torch.equal(dense(photos), vit(photos))
+    assert len(sparse_layers(student)) == 2
+    assert not sparse_layers(dense)
+    with pytest.raises(UnsupportedModelError, match="is not a converted model"):
+        sp.restore(dense)
+    sp.sparsify(dense, sp.SparseConfig(0.5, n_down=5))(photos)  # and can be converted anew
+
+
+def test_settings_that_do_not_fit_the_model(vit):
+    with pytest.raises(ConfigError, match="keep lists 3 values but the model has 2"):
+        sp.sparsify(vit, sp.SparseConfig([0.1, 0.2, 0.3], n_down=5))
+    with pytest.raises(ConfigError, match="n_down=32 is more landmarks than the 5 x 5 grid"):
+        sp.sparsify(vit, sp.SparseConfig(0.5))
+    with pytest.raises(ConfigError, match="expected a SparseConfig, got float"):
+        sp.sparsify(vit, 0.5)  # pyright: ignore[reportArgumentType]
+    student = sp.sparsify(vit, sp.SparseConfig(0.5, n_down=5))
+    with pytest.raises(UnsupportedModelError, match="sparse already"):
+        sp.sparsify(student, sp.SparseConfig(0.5, n_down=5))
+    with pytest.raises(ConfigError, match="n_down is 5 in this model's predictors and cannot become 6"):
+        sp.reconfigure(student, n_down=6)
+
+
+def test_a_refused_change_changes_nothing(vit):
+    student = sp.sparsify(vit, sp.SparseConfig(0.5, n_down=5))
+    for change in ({"n_down": 6}, {"keep": [0.1]}, {"keep": 7.0}, {"nonsense": 1}):
+        with pytest.raises(ConfigError):
+            sp.reconfigure(student, **change)
+    assert sp.config_of(student) == sp.SparseConfig(0.5, n_down=5)
+    assert {layer.keep for layer in sparse_layers(student)} == {0.5}
+
+
+def test_a_tile_that_does_not_fit_the_grid_is_cut(vit, photos):
+    student = sp.sparsify(vit, sp.SparseConfig(0.3, n_down=5, tile=(2, 3), tau=0.0, basis_threshold=0.0))
+    with sp.capture(student, layers=[0]) as seen:
+        student(photos)
+    connectivity = seen[0].connectivity
+    assert connectivity is not None
+    assert (connectivity.members >= 0).sum(1).tolist() == [6, 4, 6, 4, 3, 2]  # 5 x 5 patches
+
+
+def test_dense_mode_is_the_host_and_ends_after_an_error(vit, photos):
+    student = sp.sparsify(vit, sp.SparseConfig(0.2, n_down=5, tau=0.0, basis_threshold=0.0))
+    sparse = student(photos)
+    with pytest.raises(RuntimeError, match="enough"), sp.dense_mode(student):
+        assert torch.equal(student(photos), vit(photos))
+        raise RuntimeError("enough")
+    assert torch.equal(student(photos), sparse)
+
+
+def test_copies_and_pickles_are_whole(vit, photos):
+    student = sp.sparsify(vit, sp.SparseConfig(0.2, n_down=5, tau=0.0, basis_threshold=0.0))
+    expected = student(photos)
+    buffer = io.BytesIO()
+    torch.save(student, buffer)
+    buffer.seek(0)
+    for twin in (copy.deepcopy(student), torch.load(buffer, weights_only=False)):
+        assert torch.equal(twin(photos), expected)
+        with torch.no_grad():
+            twin.blocks[0].attn.proj.weight.zero_()
+        assert torch.equal(student(photos), expected)
+        assert conversion_of(twin).grid is sparse_layers(twin)[0].grid
+
+
+def test_moving_the_student_moves_the_host_module(vit, photos):
+    student = sp.sparsify(vit, sp.SparseConfig(0.2, n_down=5)).double()
+    with sp.dense_mode(student):
+        assert student(photos.double()).dtype == torch.float64

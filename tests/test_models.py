@@ -1,0 +1,94 @@
+import pickle
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from sparsifiner.errors import CheckpointError, ConfigError
+from sparsifiner.models import create_host
+
+NAME = "vit_tiny_patch16_224"
+SMALL = {"depth": 1, "img_size": 32}
+
+
+@pytest.fixture
+def state():
+    return timm.create_model(NAME, **SMALL, num_classes=5).state_dict()
+
+
+def test_unknown_names_get_near_ones():
+    with pytest.raises(ConfigError, match=r"no model 'deit_tiny_patch16_225'.* did you mean deit_tiny_patch16_224"):
+        create_host("deit_tiny_patch16_225")
+    with pytest.raises(ConfigError, match="list_models"):
+        create_host("zzzzzzzz")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth", "pth under 'model'"])
+def test_weights_from_a_file(state, tmp_path, kind):
+    path = tmp_path / f"weights.{kind.split()[0]}"
+    if kind == "safetensors":
+        save_file(state, path)
+    else:
+        torch.save({"model": state} if "model" in kind else state, path)
+    model = create_host(NAME, str(path), **SMALL)
+    assert not model.training
+    assert model.num_classes == 5
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+
+
+def test_weights_at_another_image_size_are_resampled(state, tmp_path):
+    save_file(state, tmp_path / "w.safetensors")
+    model = create_host(NAME, str(tmp_path / "w.safetensors"), depth=1, img_size=64)
+    assert model.pos_embed.shape[1] == 17
+    assert torch.equal(model.head.weight, state["head.weight"])
+
+
+def test_weights_of_another_model_are_refused(state, tmp_path):
+    path = tmp_path / "w.safetensors"
+    save_file(state, path)
+    with pytest.raises(CheckpointError, match=r"does not fit vit_small_patch16_224: \S+ is \(.*192.*\) in the file"):
+        create_host("vit_small_patch16_224", str(path), **SMALL)
+    with pytest.raises(CheckpointError, match="it lacks blocks.1"):
+        create_host(NAME, str(path), depth=2, img_size=32)
+    save_file({**state, "extra": torch.zeros(1)}, path)
+    with pytest.raises(CheckpointError, match="it has extra, which the model has not"):
+        create_host(NAME, str(path), **SMALL)
+
+
+def test_files_that_are_no_weights(state, tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        create_host(NAME, str(tmp_path / "no.safetensors"))
+    for name in ("cut.pth", "cut.safetensors"):
+        path = tmp_path / name
+        torch.save(state, path) if name.endswith("pth") else save_file(state, path)
+        path.write_bytes(path.read_bytes()[:-200])
+        with pytest.raises(CheckpointError, match="is not a whole file of weights"):
+            create_host(NAME, str(path))
+    torch.save([1, 2], tmp_path / "list.pth")
+    with pytest.raises(CheckpointError, match="is not a state dict"):
+        create_host(NAME, str(tmp_path / "list.pth"))
+
+
+def test_a_hostile_pickle_is_refused_unopened(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "sprung"), "w"))
+
+    (tmp_path / "hostile.pth").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(CheckpointError, match="which is never loaded"):
+        create_host(NAME, str(tmp_path / "hostile.pth"))
+    torch.save({"model": Trap()}, tmp_path / "hostile2.pth")
+    with pytest.raises(CheckpointError, match="which is never loaded"):
+        create_host(NAME, str(tmp_path / "hostile2.pth"))
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_no_network_is_said_plainly(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("timm.create_model", refuse)
+    with pytest.raises(CheckpointError, match="cannot fetch the weights of .* give a file with --weights"):
+        create_host(NAME, "hub")
