@@ -207,6 +207,13 @@ def test_bad_images_are_refused_and_nothing_is_changed(student, images, message)
     assert not any(layer.observers or layer.always_dense for layer in sparse_layers(student))
 
 
+def test_weights_that_are_not_finite_are_named(student):
+    with torch.no_grad():
+        student.blocks[0].attn.qkv.weight[0] = torch.nan
+    with pytest.raises(DataError, match="attention is not finite on these images: are its weights"):
+        sp.calibrate(student, natural(4))
+
+
 def test_a_dense_model_and_a_bad_ridge_are_refused(vit, student):
     from sparsifiner.errors import UnsupportedModelError
 

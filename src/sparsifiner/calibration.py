@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from sparsifiner.convert import conversion_of, dense_mode, sparse_layers
 from sparsifiner.data.batches import as_batches
-from sparsifiner.errors import ConfigError
+from sparsifiner.errors import ConfigError, DataError
 from sparsifiner.inspect.observe import observing
 from sparsifiner.inspect.statistics import LayerStatistics, measure
 from sparsifiner.nn.attention import Observation, SparseAttention
@@ -104,14 +104,15 @@ def calibrate(
         raise ConfigError(f"ridge must be more than 0, got {ridge!r}")
     batches = _Repeatable(images)
     start = time.perf_counter()
-    fit_attention(student, batches, ridge=ridge, progress=progress)
-    for layer in sparse_layers(student):
-        # Prefix keys are kept whatever their score: a score of zero leaves the whole budget to the patches.
-        # The residual does not change, for what the estimate says of kept keys cancels.
-        with torch.no_grad():
+    # Even where the caller is in inference mode: the refinement differentiates what the layers show.
+    with torch.inference_mode(False), torch.no_grad():
+        fit_attention(student, batches, ridge=ridge, progress=progress)
+        for layer in sparse_layers(student):
+            # Prefix keys are kept whatever their score: a score of zero leaves the whole budget to the patches.
+            # The residual does not change, for what the estimate says of kept keys cancels.
             layer.predictor.w_up[..., : layer.grid.num_prefix] = 0
-    if refine and conversion_of(student).config.residual:
-        _refine(student, batches, progress)
+        if refine and conversion_of(student).config.residual:
+            _refine(student, batches, progress)
     seconds = time.perf_counter() - start
     return CalibrationReport(batches.seen, seconds, tuple(measure(student, batches.first(REPORT_IMAGES))))
 
@@ -156,16 +157,18 @@ class _RegressionSums:
     def solve(self, ridge: float) -> Tensor:
         diagonal = self.gram.diagonal(dim1=1, dim2=2)
         penalty = torch.diag_embed((ridge * diagonal.mean(-1, keepdim=True)).expand_as(diagonal))
-        return torch.linalg.solve(self.gram + penalty, self.cross)
+        factor, failed = torch.linalg.cholesky_ex(self.gram + penalty)
+        if bool(failed.any()) or not bool(torch.isfinite(factor).all()):
+            raise DataError("the model's attention is not finite on these images: are its weights?")
+        return torch.cholesky_solve(self.cross, factor)
 
 
-def _attention_rows(seen: Observation) -> Iterator[tuple[slice, Tensor]]:
-    """The true attention of the patch queries, ``[batch, heads, chunk, n]`` at a time."""
+def _attention_rows(seen: Observation, first: int = 0, every: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+    """The true attention of patch queries: their numbers, and ``[batch, heads, chunk, n]`` at a time."""
     dtype = accumulation_dtype(seen.q.dtype)
     prefix = seen.layer.grid.num_prefix
     q, k = seen.q[:, :, prefix:].to(dtype), seen.k.to(dtype)
-    for start in range(0, q.shape[2], QUERY_CHUNK):
-        rows = slice(start, start + QUERY_CHUNK)
+    for rows in torch.arange(first, q.shape[2], every, device=q.device).split(QUERY_CHUNK):
         yield rows, torch.softmax(q[:, :, rows] @ k.mT * seen.layer.scale, dim=-1)
 
 
@@ -220,16 +223,17 @@ class _Descent:
         v = seen.v.to(a_down.dtype)
         # Chunks need the graph of a_down only through this leaf: it is gone through once, at the end.
         leaf = a_down.detach().requires_grad_()
-        for rows, attention in _attention_rows(seen):
-            queries = torch.arange(prefix, seen.q.shape[2], device=v.device)[rows]
+        # Neighbouring queries tell much the same: every second one, by turns, halves the work and loses nothing.
+        every = min(2, a_down.shape[2])
+        for rows, attention in _attention_rows(seen, self.done % every, every):
             with torch.no_grad():
-                kept = connectivity.mask(queries)
+                kept = connectivity.mask(rows + prefix)
                 exact = torch.where(kept, attention, 0)
                 exact = (exact / exact.sum(-1, keepdim=True)) @ v  # the output over the kept keys
                 wanted = attention @ v - exact
             estimate = torch.where(kept, 0, leaf[:, :, rows] @ self.w_up)
             error = estimate @ v - estimate.sum(-1, keepdim=True) * exact - wanted
-            (error.square().sum(-1).mean() * (len(queries) / a_down.shape[2])).backward()
+            (error.square().sum(-1).mean() * (len(rows) / a_down.shape[2])).backward()
         a_down.backward(leaf.grad)
 
     def _write(self) -> None:
@@ -253,8 +257,7 @@ def _pass(
     student.eval()
     advance = progress(title, getattr(images, "total", 0)) if progress else None
     try:
-        # Even where the caller is in inference mode: the refinement differentiates what the layers show.
-        with torch.inference_mode(False), torch.no_grad(), dense_mode(student), observing(layers, observer):
+        with torch.no_grad(), dense_mode(student), observing(layers, observer):
             for batch in as_batches(images, BATCH_SIZE):
                 student(batch.to(device))
                 if advance:

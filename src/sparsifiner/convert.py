@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from sparsifiner.config import SparseConfig
@@ -70,22 +71,23 @@ def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
     if not isinstance(config, SparseConfig):
         raise ConfigError(f"expected a SparseConfig, got {type(config).__name__}")
     host = find_host(model)
-    student = copy.deepcopy(model)
-    sites = list(host.sites(student))
-    grid = host.grid(student)
-    for site, keep in zip(sites, config.keep_per_layer(len(sites)), strict=True):
-        site.put(
-            SparseAttention(
-                site.module,
-                site.adapter,
-                grid,
-                num_heads=site.num_heads,
-                head_dim=site.head_dim,
-                scale=site.scale,
-                config=config,
-                keep=keep,
+    with torch.inference_mode(False):  # tensors made in inference mode could never be calibrated or trained
+        student = copy.deepcopy(model)
+        sites = list(host.sites(student))
+        grid = host.grid(student)
+        for site, keep in zip(sites, config.keep_per_layer(len(sites)), strict=True):
+            site.put(
+                SparseAttention(
+                    site.module,
+                    site.adapter,
+                    grid,
+                    num_heads=site.num_heads,
+                    head_dim=site.head_dim,
+                    scale=site.scale,
+                    config=config,
+                    keep=keep,
+                )
             )
-        )
     record = Conversion(host.name, config, grid, host.watch(student, grid))
     setattr(student, _RECORD, record)
     return student

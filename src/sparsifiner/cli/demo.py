@@ -43,8 +43,9 @@ def demo(
         raise ConfigError("--tile: the demo compares a tile; give one, such as 2x2")
     forms = [compare.PAPER, compare.RESIDUAL, compare.tiled(shared)]
     with common.progress() as start:
+        # Calibrated once, at the smallest keep: where most is dropped, the residual has most to learn.
         if model is None and weights is None and data is None:
-            student, batches, total = _digits(keeps[0], n_down, images, start)
+            student, batches, total = _digits(min(keeps), n_down, images, start)
         else:
             if data is None or calibration_data is None:
                 raise ConfigError("a real model needs --data to evaluate on and other --calibration-data")
@@ -52,7 +53,7 @@ def demo(
                 common.host_model(model, weights, image_size),
                 data,
                 calibration_data,
-                keeps[0],
+                min(keeps),
                 n_down,
                 images,
                 limit,

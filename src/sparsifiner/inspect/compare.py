@@ -20,7 +20,7 @@ from sparsifiner.ops import reference
 from sparsifiner.ops.connectivity import low_rank_attention
 
 # Images on which connections and densities are counted; they vary little from image to image.
-STATISTICS_IMAGES = 64
+STATISTICS_IMAGES = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Form:
     changes: dict[str, Any] = dataclasses.field(default_factory=dict)
     core: Core | None = None
     needs_keep: bool = True
+    counted: bool = True  # whether the model's own count of connections and multiply-adds is this form's
 
 
 def _exact_top(layer: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -56,8 +57,8 @@ def _low_rank_only(layer: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> T
 DENSE = Form("dense", needs_keep=False)
 PAPER = Form("paper form", {"residual": False, "tile": None})
 RESIDUAL = Form("residual", {"residual": True, "tile": None})
-ORACLE = Form("exact top-B", core=_exact_top)
-LOW_RANK = Form("low-rank only", core=_low_rank_only, needs_keep=False)
+ORACLE = Form("exact top-B", core=_exact_top, counted=False)
+LOW_RANK = Form("low-rank only", core=_low_rank_only, needs_keep=False, counted=False)
 
 
 def tiled(tile: tuple[int, int]) -> Form:
@@ -140,7 +141,7 @@ def running_as(student: nn.Module, form: Form, keep: float | None) -> Iterator[N
     before = config_of(student)
     layers = sparse_layers(student)
     with contextlib.ExitStack() as stack:
-        if form is DENSE:
+        if form.name == DENSE.name:
             stack.enter_context(dense_mode(student))
         try:
             reconfigure(student, **form.changes, **({} if keep is None else {"keep": keep}))
@@ -172,40 +173,47 @@ def compare(
     jobs = [(DENSE, None)]
     for form in forms:
         jobs += [(form, keep) for keep in keeps] if form.needs_keep else [(form, None)]
-    some = _first_images(batches, STATISTICS_IMAGES)
     rows: list[Row] = []
-    dense: Predictions | None = None
+    dense: Tensor | None = None
     for form, keep in jobs:
         title = form.name if keep is None else f"{form.name}, keep {keep:g}"
-        with running_as(student, form, keep):
-            advance = progress(title, 0) if progress else None
-            result = predict_all(student, batches, advance)
-            counts = statistics = None
-            if form.core is None:
-                statistics = measure(student, some)
-                counts = _counts(student, form, statistics)
-        dense = dense or result
-        rows.append(
-            Row(
-                form=form.name,
-                keep=keep,
-                images=len(result.logits),
-                top1=result.top1,
-                agreement=agreement(result.logits, dense.logits),
-                divergence=divergence(result.logits, dense.logits),
-                kept_share=None
-                if statistics is None
-                else sum(layer.kept_share for layer in statistics) / len(statistics),
-                attention_macs=counts and counts.mhsa,
-                total_macs=counts and counts.total,
-                milliseconds=result.milliseconds,
-            )
-        )
+        row, logits = evaluate(student, batches, form, keep, dense, progress(title, 0) if progress else None)
+        dense = logits if dense is None else dense
+        rows.append(row)
     return rows
 
 
-def _counts(student: nn.Module, form: Form, statistics):
-    return count_flops(student, convention="measured", statistics=statistics)
+def evaluate(
+    student: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    form: Form,
+    keep: float | None,
+    dense: Tensor | None,
+    advance: Callable[[int], None] | None = None,
+) -> tuple[Row, Tensor]:
+    """One row of `compare`, and the logits it rests on; ``dense`` are the dense model's, None if this is it."""
+    with running_as(student, form, keep):
+        result = predict_all(student, batches, advance)
+    kept_share = counts = None
+    if form.counted:  # by the model itself, whatever computes the form
+        with running_as(student, dataclasses.replace(form, core=None), keep):
+            statistics = measure(student, _first_images(batches, STATISTICS_IMAGES))
+            kept_share = sum(layer.kept_share for layer in statistics) / len(statistics)
+            counts = count_flops(student, convention="measured", statistics=statistics)
+    dense = result.logits if dense is None else dense
+    row = Row(
+        form=form.name,
+        keep=keep,
+        images=len(result.logits),
+        top1=result.top1,
+        agreement=agreement(result.logits, dense),
+        divergence=divergence(result.logits, dense),
+        kept_share=kept_share,
+        attention_macs=counts and counts.mhsa,
+        total_macs=counts and counts.total,
+        milliseconds=result.milliseconds,
+    )
+    return row, result.logits
 
 
 def agreement(logits: Tensor, dense: Tensor) -> float:

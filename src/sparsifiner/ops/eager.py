@@ -74,12 +74,16 @@ def list_width(num_tokens: int, budget: int, num_prefix: int, group_size: int) -
 
 
 def _top_budget(scores: Tensor, budget: int) -> Tensor:
-    # topk says nothing about ties, so it only finds the cut; ties at the cut then go by index.
+    # topk says nothing about ties, so it only finds the cut; rows with ties at the cut then go by index.
     cut = torch.topk(scores, budget, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    above = scores > cut
-    level = scores == cut
-    room = budget - above.sum(-1, keepdim=True)
-    return (above | (level & (level.cumsum(-1) <= room))) & (scores > 0)
+    chosen = (scores >= cut) & (scores > 0)
+    tied = chosen.sum(-1) > budget
+    if bool(tied.any()):
+        rows, cut = scores[tied], cut[tied]
+        above, level = rows > cut, rows == cut
+        room = budget - above.sum(-1, keepdim=True)
+        chosen[tied] = above | (level & (level.cumsum(-1) <= room))
+    return chosen
 
 
 @select.register_fake
