@@ -90,6 +90,17 @@ def test_deterministic(vit):
     assert torch.equal(*results)
 
 
+def test_calibrating_again_forgets_the_first_time(vit):
+    student, fresh = sp.sparsify(vit, CONFIG), sp.sparsify(vit, CONFIG)
+    images = natural(32)
+    sp.calibrate(student, natural(16))
+    sp.calibrate(student, images)
+    sp.calibrate(fresh, images)
+    for again, once in zip(sparse_layers(student), sparse_layers(fresh), strict=True):
+        assert torch.equal(again.predictor.w_down, once.predictor.w_down)
+        assert torch.equal(again.predictor.w_up, once.predictor.w_up)
+
+
 def test_tensor_loader_and_generator_give_the_same(vit):
     images = natural(32)
     labels = torch.zeros(32)
@@ -164,7 +175,7 @@ def test_progress_is_told(student):
         return advance
 
     sp.calibrate(student, natural(20), progress=start)
-    assert told == [["fitting the attention", 20, 20], ["fitting the output", 20, 20]]
+    assert told == [["fitting the attention", 20, 20], ["fitting the output, layers", 2, 2]]
 
 
 def test_calibrating_at_another_size_makes_it_the_predictors_own(vit):
@@ -173,6 +184,32 @@ def test_calibrating_at_another_size_makes_it_the_predictors_own(vit):
     sp.calibrate(student, natural(16, (28, 32)))
     assert all(layer.predictor.grid == (7, 8) for layer in sparse_layers(student))
     assert sparse_layers(student)[0].basis_threshold == CONFIG.basis_threshold
+
+
+def test_a_model_of_any_size_is_calibrated_at_its_own():
+    student = sp.sparsify(make_vit(dynamic_img_size=True), CONFIG)
+    student(natural(1, (32, 32)))  # an image of another size came before
+    sp.calibrate(student, natural(16))
+    with pytest.raises(DataError, match="these images make 65 tokens, the model's own size makes 26"):
+        sp.calibrate(student, natural(16, (32, 32)))
+
+
+def test_held_images_are_spread_over_the_stream(vit, monkeypatch):
+    from sparsifiner import calibration
+
+    student = sp.sparsify(vit, CONFIG)
+    per_image = 2 * 3 * 26 * 24 * 4
+    monkeypatch.setattr(calibration, "HELD_BYTES", 4 * per_image)
+    taken = []
+    descend = calibration._Descent.__init__
+
+    def watch(self, layer, q, k, v, seed):
+        taken.append(len(q))
+        descend(self, layer, q, k, v, seed)
+
+    monkeypatch.setattr(calibration._Descent, "__init__", watch)
+    sp.calibrate(student, natural(21))  # every sixth: 0, 6, 12, 18
+    assert taken == [4, 4]
 
 
 def test_dense_layers_and_bfloat16_models(photos):
@@ -199,6 +236,7 @@ def test_dense_layers_and_bfloat16_models(photos):
     ],
 )
 def test_bad_images_are_refused_and_nothing_is_changed(student, images, message):
+    sp.calibrate(student, natural(16))
     before = {name: value.clone() for name, value in student.state_dict().items()}
     with pytest.raises(DataError, match=message):
         sp.calibrate(student, images)

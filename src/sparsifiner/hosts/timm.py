@@ -48,8 +48,12 @@ def _project(attention: Any, heads: Tensor, x: Tensor) -> Tensor:
     return attention.proj_drop(attention.proj(out))
 
 
+def _mixing(attention: Any) -> Tensor:
+    return attention.proj.weight
+
+
 # By exact type: a subclass may compute something else.
-ADAPTERS = {timm_attention.Attention: AttentionAdapter(qkv=_qkv, project=_project)}
+ADAPTERS = {timm_attention.Attention: AttentionAdapter(qkv=_qkv, project=_project, mixing=_mixing)}
 
 
 @dataclasses.dataclass

@@ -72,8 +72,8 @@ def kept_mass(q: Tensor, k: Tensor, connectivity: Connectivity, scale: float) ->
     for start in range(0, groups, step):
         members = connectivity.members[start : start + step]  # [chunk, size]
         tokens = members.clamp(min=0)
-        rows = q[:, :, tokens].to(dtype) @ k.to(dtype).mT.unsqueeze(2) * scale
-        rows = torch.softmax(rows, dim=-1)  # [batch, heads, chunk, size, n]
+        rows = q[:, :, tokens.flatten()].to(dtype) @ k.to(dtype).mT * scale
+        rows = torch.softmax(rows, dim=-1).unflatten(2, tokens.shape)  # [batch, heads, chunk, size, n]
         lists = connectivity.indices[:, :, start : start + step].long()
         picked = rows.gather(4, lists.clamp(min=0)[..., None, :].expand(*rows.shape[:4], -1))
         mass = (picked * (lists >= 0)[..., None, :]).sum(-1)  # [batch, heads, chunk, size]

@@ -24,10 +24,12 @@ class AttentionAdapter:
     Attributes:
         qkv: from the host module and tokens ``[batch, n, D]`` to q, k, v ``[batch, heads, n, d]``.
         project: from the host module, heads' output ``[batch, heads, n, d]`` and the tokens to ``[batch, n, D]``.
+        mixing: the matrix ``[D, heads * d]`` in `project` that mixes the heads.
     """
 
     qkv: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
     project: Callable[[Any, Tensor, Tensor], Tensor]
+    mixing: Callable[[Any], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)

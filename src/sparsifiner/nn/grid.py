@@ -53,6 +53,14 @@ def landmark_cells(count: int, grid: tuple[int, int]) -> Tensor:
     return cells
 
 
+def landmark_pooling(count: int, grid: tuple[int, int], num_prefix: int) -> Tensor:
+    """Each landmark the mean of its cell: ``[count, n]``, rows that sum to one, nothing of the prefix."""
+    cells = landmark_cells(count, grid).flatten()
+    pooling = torch.zeros(count, num_prefix + len(cells))
+    pooling[cells, num_prefix + torch.arange(len(cells))] = 1.0
+    return pooling / pooling.sum(1, keepdim=True)
+
+
 def resample(weights: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix: int) -> Tensor:
     """Carries ``[heads, m, n]`` from one grid to another as position embeddings are: bicubic over the patches.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsifiner.errors import ConfigError
-from sparsifiner.nn.grid import landmark_cells, resample
+from sparsifiner.nn.grid import landmark_pooling, resample
 
 
 class ConnectivityPredictor(nn.Module):
@@ -28,10 +28,7 @@ class ConnectivityPredictor(nn.Module):
             )
         self.grid = grid
         self.num_prefix = num_prefix
-        cells = landmark_cells(n_down, grid).flatten()
-        pooling = torch.zeros(n_down, num_prefix + patches)
-        pooling[cells, num_prefix + torch.arange(patches)] = 1.0
-        pooling /= pooling.sum(1, keepdim=True)
+        pooling = landmark_pooling(n_down, grid, num_prefix)
         self.w_down = nn.Parameter(pooling.expand(num_heads, -1, -1).clone())
         self.w_up = nn.Parameter(pooling.expand(num_heads, -1, -1).clone())
         self._resampled: tuple[tuple, tuple[Tensor, Tensor]] | None = None

@@ -58,7 +58,7 @@ def select(
     lists, counts = [], []
     for chunk in _chunks(groups, batch * heads * n):
         scores = coefficients[:, :, chunk] @ basis  # [batch, heads, chunk, n]
-        mask = _top_budget(scores, min(budget, n))
+        mask = top_budget(scores, min(budget, n))
         mask[..., :num_prefix] = True
         if size == 1:
             mask.scatter_(-1, members[chunk].expand(batch, heads, -1, 1), True)
@@ -73,7 +73,8 @@ def list_width(num_tokens: int, budget: int, num_prefix: int, group_size: int) -
     return min(num_tokens, budget + num_prefix + (group_size == 1))
 
 
-def _top_budget(scores: Tensor, budget: int) -> Tensor:
+def top_budget(scores: Tensor, budget: int) -> Tensor:
+    """Eq. 3 on rows of scores: the B largest, zeros discarded, ties to the lower index; a boolean mask."""
     # topk says nothing about ties, so it only finds the cut; rows with ties at the cut then go by index.
     cut = torch.topk(scores, budget, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     chosen = (scores >= cut) & (scores > 0)
