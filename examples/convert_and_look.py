@@ -31,7 +31,7 @@ def main() -> None:
     views = [photo.crop((x, y, x + 320, y + 320)) for photo in photos for x in range(0, 320, 40) for y in (0, 60, 100)]
     images = torch.stack([transform(view) for view in views])
 
-    student = sp.sparsify(model, sp.SparseConfig(arguments.keep, n_down=49, tau=0.02))
+    student = sp.sparsify(model, sp.suggest_config(model, arguments.keep))
     print(sp.calibrate(student, images))
 
     photo = transform(photos[0])[None]

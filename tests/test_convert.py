@@ -43,6 +43,24 @@ def test_restore_gives_the_current_weights_and_leaves_the_student(vit, photos):
     sp.sparsify(dense, sp.SparseConfig(0.5, n_down=5))(photos)  # and can be converted anew
 
 
+@pytest.mark.parametrize(
+    ("size", "landmarks"), [(224, 49), (256, 64), (384, 64), (112, 16), (32, 1), (16, 1), ((224, 448), 50), (592, 64)]
+)
+def test_suggested_landmarks_fit_the_grid(size, landmarks):
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(img_size=size, embed_dim=12, depth=1, num_heads=1)
+    config = sp.suggest_config(model, 0.25)
+    assert config.n_down == landmarks
+    assert config.tau == 1 / max(2, landmarks)
+    sp.sparsify(model, config)
+
+
+def test_suggestions_give_way_to_what_is_asked_for(vit):
+    config = sp.suggest_config(vit, [0.5, 0.2], n_down=5, tile=(2, 2))
+    assert (config.n_down, config.tau, config.tile, config.keep) == (5, 0.2, (2, 2), (0.5, 0.2))
+
+
 def test_settings_that_do_not_fit_the_model(vit):
     with pytest.raises(ConfigError, match="keep lists 3 values but the model has 2"):
         sp.sparsify(vit, sp.SparseConfig([0.1, 0.2, 0.3], n_down=5))

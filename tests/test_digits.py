@@ -17,7 +17,9 @@ def test_65_tokens_and_no_leak():
     assert len(train) + len(test) == 1797
     assert train.shape[1:] == (1, 8, 8)
     assert abs(train.mean().item()) < 0.1
-    student = sp.sparsify(digits.train_digits(train[:64], torch.zeros(64).long(), epochs=1), digits.sparse_config(0.5))
+    student = sp.sparsify(
+        digits.train_digits(train[:64], torch.zeros(64).long(), epochs=1), sp.SparseConfig(0.5, n_down=16)
+    )
     assert sparse_layers(student)[0].grid.num_tokens == 65
 
 
@@ -27,7 +29,7 @@ def test_it_learns_and_stays_right_when_sparse(trained):
     with torch.inference_mode():
         dense = right(model)
         assert dense > 0.8
-        student = sp.sparsify(model, digits.sparse_config(0.1))
+        student = sp.sparsify(model, sp.suggest_config(model, 0.1))
         sp.calibrate(student, images[:256])
         assert right(student) > dense - 0.05
         agreement = (student(test).argmax(1) == model(test).argmax(1)).float().mean()
@@ -36,7 +38,7 @@ def test_it_learns_and_stays_right_when_sparse(trained):
 
 def test_checkpoint_round_trip_by_name(trained, tmp_path):
     model, _, (test, _) = trained
-    student = sp.sparsify(model, digits.sparse_config(0.2))
+    student = sp.sparsify(model, sp.suggest_config(model, 0.2))
     sp.save(student, tmp_path / "digits.safetensors")
     assert torch.equal(sp.load(tmp_path / "digits.safetensors")(test[:8]), student(test[:8]))
 

@@ -27,6 +27,7 @@ def test_public_names():
         "save",
         "sparse_attention",
         "sparsify",
+        "suggest_config",
     ]
     for name in sparsifiner.__all__:
         assert getattr(sparsifiner, name) is not None

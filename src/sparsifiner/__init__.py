@@ -3,7 +3,7 @@
     import timm, sparsifiner as sp
 
     model = timm.create_model("deit_tiny_patch16_224", pretrained=True)
-    student = sp.sparsify(model, sp.SparseConfig(keep=0.25))
+    student = sp.sparsify(model, sp.suggest_config(model, keep=0.25))
     sp.calibrate(student, images)
 
 Names are imported when first used, so that ``import sparsifiner`` stays light.
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sparsifiner.convert import reconfigure as reconfigure
     from sparsifiner.convert import restore as restore
     from sparsifiner.convert import sparsify as sparsify
+    from sparsifiner.convert import suggest_config as suggest_config
     from sparsifiner.errors import SparsifinerError as SparsifinerError
     from sparsifiner.inspect.capture import capture as capture
     from sparsifiner.inspect.flops import count_flops as count_flops
@@ -51,6 +52,7 @@ _HOME = {
     "save": "checkpoint",
     "sparse_attention": "ops.attention",
     "sparsify": "convert",
+    "suggest_config": "convert",
 }
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +46,26 @@ def find_host(model: nn.Module) -> Host:
             return host
         refusals.append(f"{reason} (supported: {host.supported})")
     raise UnsupportedModelError(f"{type(model).__name__} cannot be converted: " + "; ".join(refusals))
+
+
+def suggest_config(model: nn.Module, keep: float | Sequence[float], **changes: Any) -> SparseConfig:
+    """Settings that measured well without training, for the grid of this model.
+
+    `SparseConfig` has the paper's own defaults. These differ: at most 64 landmarks, one for each square cell of the
+    grid (49 on 14 x 14 patches), a ``tau`` of their mean coefficient, and a ``basis_threshold`` that is the same
+    share of a key's mean attention at every number of tokens. See docs/calibration.md.
+
+    Args:
+        model: the dense model that will be converted.
+        keep: as in `SparseConfig`.
+        **changes: settings of `SparseConfig` to be taken as they are.
+    """
+    grid = find_host(model).grid(model)
+    rows, columns = grid.size
+    side = next(side for side in itertools.count(2) if -(-rows // side) * -(-columns // side) <= 64)
+    landmarks = changes.get("n_down", -(-rows // side) * -(-columns // side))
+    settings = {"n_down": landmarks, "tau": 1 / max(2, landmarks), "basis_threshold": 2 / grid.num_tokens}
+    return SparseConfig(keep, **(settings | changes))
 
 
 def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:

@@ -16,8 +16,6 @@ from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from sparsifiner.config import SparseConfig
-
 NAME = "vit_digits_sparsifiner"
 
 
@@ -92,12 +90,6 @@ def train_digits(
             if on_epoch:
                 on_epoch(epoch + 1, total / len(images))
     return model.eval()
-
-
-def sparse_config(keep: float, n_down: int | None = None) -> SparseConfig:
-    """The settings the demo compares: one landmark per 2 x 2 pixels, and a tau that suits their number."""
-    landmarks = 16 if n_down is None else n_down
-    return SparseConfig(keep, n_down=landmarks, tau=1 / landmarks)
 
 
 def _shift(images: Tensor) -> Tensor:

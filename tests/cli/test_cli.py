@@ -63,7 +63,7 @@ def test_calibrate_then_eval_info_and_flops(folder):
     assert report["images"] == 8
     assert len(report["layers"]) == 12
     path = folder / "student.safetensors"
-    assert sp.config_of(sp.load(path)) == sp.SparseConfig(0.4, n_down=4, tau=0.1)
+    assert sp.config_of(sp.load(path)) == sp.SparseConfig(0.4, n_down=4, tau=0.1, basis_threshold=2 / 17)
 
     evaluated = json.loads(run("eval", path, "--data", folder / "images", "--keep", "0.3", "--json").stdout)
     dense, sparse = evaluated["rows"]

@@ -17,9 +17,9 @@ def calibrate(
     weights: common.Weights = None,
     image_size: common.ImageSize = None,
     keep: common.Keep = "0.25",
-    n_down: common.LandmarkCount = 32,
-    tau: common.Tau = 0.05,
-    basis_threshold: common.BasisThreshold = 0.01,
+    n_down: common.LandmarkCount = None,
+    tau: common.Tau = None,
+    basis_threshold: common.BasisThreshold = None,
     residual: Annotated[bool, typer.Option(help="Add back the low-rank estimate of what is dropped.")] = True,
     tile: common.Tile = None,
     images: Annotated[int, typer.Option(min=1, help="How many images to calibrate on.")] = 256,
@@ -38,20 +38,14 @@ def calibrate(
     """Converts a model and fits its predictors to images, without training.
 
     Example: `sparsifiner calibrate --model deit_tiny_patch16_224 --weights hub --data images/ --keep 0.25
-    --n-down 49 --tau 0.02 --out student.safetensors`
+    --out student.safetensors`
     """
     import sparsifiner as sp
 
     common.use_threads(threads)
-    config = sp.SparseConfig(
-        common.parse_keep(keep),
-        n_down=n_down,
-        tau=tau,
-        basis_threshold=basis_threshold,
-        residual=residual,
-        tile=common.parse_tile(tile),
-    )
     host = common.host_model(model, weights, image_size)
+    chosen = common.given(n_down=n_down, tau=tau, basis_threshold=basis_threshold, tile=common.parse_tile(tile))
+    config = sp.suggest_config(host, common.parse_keep(keep), residual=residual, **chosen)
     student = sp.sparsify(host, config)
     source = common.loader(
         host,

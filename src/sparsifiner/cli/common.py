@@ -26,9 +26,17 @@ Weights = Annotated[
 ]
 ImageSize = Annotated[int | None, typer.Option("--image-size", help="Make --model at this image size.")]
 Keep = Annotated[str, typer.Option(help="Share of keys kept, in (0, 1]; or one per layer: 0.5,0.25,...")]
-LandmarkCount = Annotated[int, typer.Option("--n-down", help="Landmarks of the low-rank attention.")]
-Tau = Annotated[float, typer.Option(help="Coefficients up to this count as zero in the selection.")]
-BasisThreshold = Annotated[float, typer.Option(help="Basis entries up to this count as zero in the selection.")]
+LandmarkCount = Annotated[
+    int | None, typer.Option("--n-down", help="Landmarks of the low-rank attention; chosen for the grid if not given.")
+]
+Tau = Annotated[
+    float | None,
+    typer.Option(help="Coefficients up to this count as zero in the selection; 1 / n-down if not given."),
+]
+BasisThreshold = Annotated[
+    float | None,
+    typer.Option(help="Basis entries up to this count as zero in the selection; 2 / tokens if not given."),
+]
 Tile = Annotated[
     str | None,
     typer.Option(help="Share lists in tiles of the patch grid, such as 2x2; 'none' for a list per query."),
@@ -89,6 +97,11 @@ def host_model(name: str | None, weights: str | None, image_size: int | None) ->
     if name is None:
         raise ConfigError("no model: give --model NAME (and --weights), or a checkpoint where the verb takes one")
     return create_host(name, weights, **({} if image_size is None else {"img_size": image_size}))
+
+
+def given(**settings: Any) -> dict[str, Any]:
+    """Only the settings that were asked for; the others are suggested for the model."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def loader(

@@ -19,7 +19,8 @@ def demo(
     ] = None,
     keep: Annotated[str, typer.Option(help="Keep rates to compare, between commas.")] = "0.5,0.25,0.1",
     tile: Annotated[str, typer.Option(help="The tile to compare, rows x columns.")] = "2x2",
-    n_down: Annotated[int | None, typer.Option("--n-down", help="Landmarks of the low-rank attention.")] = None,
+    n_down: common.LandmarkCount = None,
+    tau: common.Tau = None,
     images: Annotated[int, typer.Option(min=1, help="How many images to calibrate on.")] = 256,
     limit: common.Limit = None,
     preprocess: common.Preprocess = "model",
@@ -37,6 +38,7 @@ def demo(
     from sparsifiner.report.tables import comparison
 
     common.use_threads(threads)
+    chosen = common.given(n_down=n_down, tau=tau)
     keeps = common.parse_numbers(keep, "--keep")
     shared = common.parse_tile(tile)
     if shared is None:
@@ -45,7 +47,7 @@ def demo(
     with common.progress() as start:
         # Calibrated once, at the smallest keep: where most is dropped, the residual has most to learn.
         if model is None and weights is None and data is None:
-            student, batches, total = _digits(min(keeps), n_down, images, start)
+            student, batches, total = _digits(min(keeps), chosen, images, start)
         else:
             if data is None or calibration_data is None:
                 raise ConfigError("a real model needs --data to evaluate on and other --calibration-data")
@@ -54,7 +56,7 @@ def demo(
                 data,
                 calibration_data,
                 min(keeps),
-                n_down,
+                chosen,
                 images,
                 limit,
                 start,
@@ -71,7 +73,7 @@ def demo(
     )
 
 
-def _digits(keep, n_down, images, start):
+def _digits(keep, chosen, images, start):
     import sparsifiner as sp
     from sparsifiner import digits
 
@@ -79,16 +81,16 @@ def _digits(keep, n_down, images, start):
     epochs = 20
     advance = start("training a ViT on digits", epochs)
     host = digits.train_digits(train_images, train_labels, epochs=epochs, on_epoch=lambda epoch, loss: advance(1))
-    student = sp.sparsify(host, digits.sparse_config(keep, n_down))
+    student = sp.sparsify(host, sp.suggest_config(host, keep, **chosen))
     sp.calibrate(student, train_images[:images], progress=start)
     batches = list(zip(test_images.split(64), test_labels.split(64), strict=True))
     return student, batches, len(test_images)
 
 
-def _real(host, data, calibration_data, keep, n_down, images, limit, start, options):
+def _real(host, data, calibration_data, keep, chosen, images, limit, start, options):
     import sparsifiner as sp
 
-    student = sp.sparsify(host, sp.SparseConfig(keep, **({} if n_down is None else {"n_down": n_down})))
+    student = sp.sparsify(host, sp.suggest_config(host, keep, **chosen))
     source = common.loader(host, calibration_data, labels=False, limit=images, batch_size=16, **options)
     sp.calibrate(student, source, progress=start)
     batches = common.loader(host, data, limit=limit, **options)

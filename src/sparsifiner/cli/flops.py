@@ -15,7 +15,7 @@ def flops(
     model: common.ModelName = None,
     image_size: common.ImageSize = None,
     keep: common.Keep = "0.25",
-    n_down: common.LandmarkCount = 32,
+    n_down: Annotated[int, typer.Option("--n-down", help="Landmarks; the paper's 32 by default.")] = 32,
     density: Annotated[
         float | None, typer.Option(help="Density of the score product that the paper's count assumes.")
     ] = None,

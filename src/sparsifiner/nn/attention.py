@@ -83,7 +83,7 @@ class SparseAttention(nn.Module):
         self.predictor.to(reference.device, reference.dtype)
         self.always_dense = False
         self.observers: list[Callable[[Observation], None]] = []
-        self.core: Core | None = None
+        self.core: Core | None = None  # stands in for predict-and-attend: oracles and baselines to compare with
         self.configure(config, keep)
         self.train(host.training)
 
