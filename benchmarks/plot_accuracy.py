@@ -33,7 +33,10 @@ def main() -> None:
     axes.axhline(dense, color="black", linewidth=1)
     axes.text(0.52, dense + 0.6, f"dense {dense:.1f} %", ha="right", fontsize=9)
     for (settings, form), (label, colour, line) in STYLES.items():
-        chosen = [row for row in rows if (row["settings"], row["form"]) == (settings, form)]
+        chosen = [row for row in rows if row["settings"].startswith(settings) and row["form"] == form and row["keep"]]
+        if not chosen:  # an interrupted run
+            continue
+        chosen.sort(key=lambda row: float(row["keep"]))
         axes.plot(
             [float(row["keep"]) for row in chosen],
             [float(row["top1"]) for row in chosen],
