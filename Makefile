@@ -14,7 +14,7 @@ help:
 	@echo "make bench   remake benchmarks/results (needs the real weights and images)"
 
 # The stamp is written last, so an interrupted install is repeated and never half used.
-$(READY): pyproject.toml
+$(READY): pyproject.toml CMakeLists.txt $(wildcard src/sparsifiner/csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@

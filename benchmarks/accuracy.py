@@ -2,11 +2,12 @@
 
 Calibrated on images of the distillation set only. Writes results/accuracy.csv and results/accuracy.md.
 
-    python benchmarks/accuracy.py [--images 200]
+    python benchmarks/accuracy.py [--images 200] [--resume]
 
 So that it ends in half an hour on two cores, two processes of one thread share the rows, and the sparse layers are
 computed with dense products and masks, which at 197 tokens is faster than gathering in eager PyTorch; the first batch
-is checked against the library. Times would mean nothing and are left out.
+is checked against the library. Times would mean nothing and are left out. With ``--resume`` the rows that an
+interrupted run has written are kept.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import multiprocessing
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,6 +43,7 @@ PAPER = SparseConfig(0.1)
 OURS = SparseConfig(0.1, n_down=49, tau=0.02)
 
 Job = tuple[str, compare.Form, float | None]
+Key = tuple[str, str, float | None]
 
 
 def masked(layer: SparseAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -156,6 +159,8 @@ def main() -> None:
     parser.add_argument("--images", type=int, help="evaluate on a sample of this many images; all 2,000 by default")
     parser.add_argument("--calibration-images", type=int, default=256)
     parser.add_argument("--out", default="accuracy", help="name of the files in results/")
+    parser.add_argument("--resume", action="store_true", help="keep the rows already in results/")
+    parser.add_argument("--workers", type=int, default=2, help="processes of one thread that share the rows")
     arguments = parser.parse_args()
     source = assets()
     host = create_host(NAME, str(source / f"{NAME}.safetensors"))
@@ -174,12 +179,37 @@ def main() -> None:
         first, *others = jobs()
         row, logits = Worker(folder).run(first)
         torch.save(logits, folder / "dense")
-        rows = [(first[0], dataclasses.replace(row, milliseconds=float("nan")))]
-        with multiprocessing.get_context("spawn").Pool(2, _start, (folder,)) as pool:
-            for job, row in zip(others, pool.imap(_run, others), strict=True):
-                rows.append((job[0], row))
+        done = earlier(arguments.out, row.images) if arguments.resume else {}
+        done[key(first)] = dataclasses.replace(row, milliseconds=float("nan"))
+        missing = [job for job in others if key(job) not in done]
+        with multiprocessing.get_context("spawn").Pool(arguments.workers, _start, (folder,)) as pool:
+            for job, row in zip(missing, pool.imap(_run, missing), strict=True):
+                done[key(job)] = row
                 print(f"{time.monotonic() - started:6.0f} s  {job[0]}: {' '.join(cells(row))}", flush=True)
-                write(rows, arguments.out)
+                write([(job[0], done[key(job)]) for job in jobs() if key(job) in done], arguments.out)
+
+
+def key(job: Job) -> Key:
+    """What tells the rows of the table apart."""
+    settings, form, keep = job
+    return settings, form.name, keep
+
+
+def earlier(name: str, images: int) -> dict[Key, compare.Row]:
+    """The rows of an interrupted run on as many images."""
+    path = RESULTS / f"{name}.csv"
+    if not path.exists():
+        return {}
+    rows = {}
+    names = [field.name for field in dataclasses.fields(compare.Row) if field.name not in ("form", "milliseconds")]
+    with path.open(newline="") as file:
+        for entry in csv.DictReader(file):
+            numbers: dict[str, Any] = {column: float(entry[column]) if entry[column] else None for column in names}
+            if numbers["images"] == images:
+                numbers["images"] = images
+                row = compare.Row(form=entry["form"], milliseconds=float("nan"), **numbers)
+                rows[entry["settings"], row.form, row.keep] = row
+    return rows
 
 
 def write(rows: list[tuple[str, compare.Row]], name: str) -> None:

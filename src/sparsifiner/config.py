@@ -11,7 +11,7 @@ from typing import Any
 
 from sparsifiner.errors import ConfigError
 
-BACKENDS = ("auto", "eager", "reference")
+BACKENDS = ("auto", "sparse", "cpu", "eager", "reference")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,9 @@ class SparseConfig:
         residual: add back the low-rank estimate of what was dropped; off is the paper's own output.
         tile: patch queries of a ``(rows, columns)`` tile of the grid share one list of keys; None for a
             list per query. Tiles that do not divide the grid are cut at its border.
-        backend: ``"auto"`` or a name `sparsifiner info` lists.
+        backend: ``"auto"`` takes the fastest: the best sparse backend, or in inference dense attention where it
+            measures faster on this machine; ``"sparse"`` takes the best sparse backend always; the others are
+            the names `sparsifiner info` lists.
     """
 
     keep: float | Sequence[float]

@@ -14,10 +14,51 @@ def student(vit):
 def test_backends_agree_in_a_model(student, photos):
     for tile in (None, (2, 2), (3, 4)):
         for residual in (False, True):
-            sp.reconfigure(student, tile=tile, residual=residual, backend="eager")
-            ours = student(photos)
-            sp.reconfigure(student, backend="reference")
-            torch.testing.assert_close(ours, student(photos), rtol=1e-4, atol=1e-5)
+            sp.reconfigure(student, tile=tile, residual=residual, backend="reference")
+            expected = student(photos)
+            for backend in ("eager", "cpu"):
+                sp.reconfigure(student, backend=backend)
+                torch.testing.assert_close(student(photos), expected, rtol=1e-4, atol=1e-5)
+                with torch.no_grad():  # on the kernels this is another path: one call, no lists
+                    torch.testing.assert_close(student(photos), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_see_changed_weights(student, photos):
+    """Weights are packed once, and again when they change: in place, by an optimiser, or by another grid."""
+    sp.reconfigure(student, backend="cpu")
+    predictor = sparse_layers(student)[0].predictor
+    with torch.no_grad():
+        before = student(photos)
+        packed = predictor.packed((5, 5), 0.0)
+        assert predictor.packed((5, 5), 0.0) is packed
+        assert predictor.packed((5, 5), 0.1) is not packed
+        predictor.w_up.mul_(3)
+        assert not torch.allclose(student(photos), before, atol=1e-4)
+        predictor.w_up.div_(3)
+        torch.testing.assert_close(student(photos), before)
+    optimiser = torch.optim.SGD(predictor.parameters(), lr=1.0)
+    student(photos).square().sum().backward()
+    optimiser.step()
+    with torch.no_grad():
+        assert not torch.allclose(student(photos), before, atol=1e-4)
+
+
+def test_training_with_kernels_is_training_without(vit, photos):
+    """A mini-model's loss, step by step."""
+    losses = {}
+    for backend in ("cpu", "eager"):
+        student = sp.sparsify(vit, sp.SparseConfig(keep=0.3, n_down=5, tau=0.0, backend=backend)).train()
+        optimiser = torch.optim.AdamW(student.parameters(), lr=1e-3)
+        labels = torch.arange(len(photos))
+        losses[backend] = []
+        for _ in range(12):
+            loss = torch.nn.functional.cross_entropy(student(photos), labels)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            losses[backend].append(loss.item())
+    assert losses["cpu"][-1] < 0.8 * losses["cpu"][0]
+    torch.testing.assert_close(losses["cpu"], losses["eager"], rtol=2e-3, atol=2e-3)
 
 
 def test_each_setting_changes_the_result(student, photos):
@@ -103,6 +144,9 @@ def test_other_dtypes(student, photos, dtype):
 
 
 def test_compiles_as_one_graph(student, photos):
-    compiled = torch.compile(student, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
+    for backend in ("cpu", "eager"):
+        sp.reconfigure(student, backend=backend)
+        compiled = torch.compile(student, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(photos), student(photos), rtol=1e-4, atol=1e-5)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(photos), student(photos), rtol=1e-4, atol=1e-5)

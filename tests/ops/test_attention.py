@@ -46,9 +46,10 @@ def test_all_connected_is_dense_attention():
 
 
 def test_a_backend_that_cannot_run_says_why(monkeypatch):
-    monkeypatch.setattr(dispatch._TABLE["eager"], "can_run", lambda q: "it is asleep")
+    for name in ("cpu", "eager"):
+        monkeypatch.setattr(dispatch._TABLE[name], "can_run", lambda q, landmarks: "it is asleep")
     with pytest.raises(BackendError, match="backend 'eager' cannot run here: it is asleep"):
         dispatch.resolve("eager", Q)
-    with pytest.raises(BackendError, match="no backend can run: eager: it is asleep"):
+    with pytest.raises(BackendError, match="no backend can run: cpu: it is asleep; eager: it is asleep"):
         dispatch.resolve("auto", Q)
-    assert dispatch.reasons(Q) == {"eager": "it is asleep", "reference": None}
+    assert dispatch.reasons(Q) == {"cpu": "it is asleep", "eager": "it is asleep", "reference": None}

@@ -6,9 +6,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparsifiner.ops import eager, reference
+from sparsifiner.ops import dispatch, eager, reference
 from sparsifiner.ops.attention import Residual, predict, sparse_attention
 from sparsifiner.ops.connectivity import Connectivity, accumulation_dtype, query_groups
+
+
+@pytest.fixture(autouse=True)
+def _eager(monkeypatch):
+    """Where a test names no backend it means this one."""
+    monkeypatch.setattr(dispatch, "_AUTO", ("eager",))
 
 
 @st.composite

@@ -38,9 +38,10 @@ def _environment() -> dict[str, Any]:
     import torch
 
     from sparsifiner import __version__, hosts
-    from sparsifiner.ops import dispatch
+    from sparsifiner.ops import cpu, dispatch
 
     reasons = dispatch.reasons(torch.empty(1, 1, 2, 8))
+    kernels = cpu.unavailable() or f"built; using {cpu.instruction_set()}"
     return {
         "sparsifiner": __version__,
         "torch": torch.__version__,
@@ -48,6 +49,7 @@ def _environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
+        "kernels": kernels,
         "hosts": {name: host.supported for name, host in hosts.table().items()},
         "backends": {name: reason or "can run" for name, reason in reasons.items()},
     }

@@ -144,14 +144,16 @@ def running_as(student: nn.Module, form: Form, keep: float | None) -> Iterator[N
         if form.name == DENSE.name:
             stack.enter_context(dense_mode(student))
         try:
-            reconfigure(student, **form.changes, **({} if keep is None else {"keep": keep}))
+            # Not "auto": where dense attention is faster, that would be measured in place of what is asked for.
+            backend = "sparse" if before.backend == "auto" else before.backend
+            reconfigure(student, backend=backend, **form.changes, **({} if keep is None else {"keep": keep}))
             for layer in layers:
                 layer.core = form.core
             yield
         finally:
             for layer in layers:
                 layer.core = None
-            reconfigure(student, **{field: getattr(before, field) for field in ("keep", "residual", "tile")})
+            reconfigure(student, **{field: getattr(before, field) for field in ("keep", "residual", "tile", "backend")})
 
 
 def compare(

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from sparsifiner import config as configuration
 from sparsifiner.errors import ConfigError
 from sparsifiner.nn.grid import TokenGrid
 from sparsifiner.nn.predictor import ConnectivityPredictor
+from sparsifiner.ops import cost, dispatch
 from sparsifiner.ops.attention import Residual, predict, sparse_attention
-from sparsifiner.ops.connectivity import Connectivity
+from sparsifiner.ops.connectivity import Connectivity, query_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,7 @@ class SparseAttention(nn.Module):
         self.predictor.to(reference.device, reference.dtype)
         self.always_dense = False
         self.observers: list[Callable[[Observation], None]] = []
+        self._groups: tuple[tuple, Tensor] | None = None  # of the last grid and tile
         self.core: Core | None = None  # stands in for predict-and-attend: oracles and baselines to compare with
         self.configure(config, keep)
         self.train(host.training)
@@ -120,13 +123,46 @@ class SparseAttention(nn.Module):
             return self.host(x, **masked)
         if attn_mask is not None or is_causal:
             raise ConfigError("sparse attention takes no attention mask: set keep=1.0, or call it without one")
+        decision = None
+        if self._may_go_dense(x):
+            decision = cost.known(self._shape(x))
+            if decision is not None and not decision.pays:
+                return self.host(x)
         q, k, v = self.adapter.qkv(self.host, x)
+        if decision is None and self._may_go_dense(x):
+            self._measure(x, q, k, v)
         return self.adapter.project(self.host, self.attend(q, k, v), x)
+
+    def _may_go_dense(self, x: Tensor) -> bool:
+        """Whether ``backend="auto"`` is free to take dense attention: in inference, with nobody looking."""
+        return (
+            self.config.backend == "auto"
+            and x.device.type == "cpu"
+            and self.core is None
+            and not self.observers
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        )
+
+    def _shape(self, x: Tensor) -> tuple:
+        """All that the cost depends on, but for what is in the images."""
+        batch, n, _ = x.shape
+        own = (self.num_heads, self.head_dim, self.budget(n), self.config.tile, self.config.residual)
+        return (batch, n, *own, self.config.n_down, x.dtype, torch.get_num_threads())
+
+    def _measure(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
+        def dense() -> Tensor:
+            return functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
+
+        cost.decide(self._shape(x), lambda: self.attend(q, k, v), dense)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention core: what the FLOPs are counted of."""
         if self.core is not None:
             return self.core(self, q, k, v)
+        backend = dispatch.resolve(self.config.backend, q, self.config.n_down)
+        if hasattr(backend, "fused") and not self.observers and not self._needs_gradient(q, k, v):
+            return self._fused(backend, q, k, v)
         connectivity, residual = self.predict(q, k)
         if self.observers:
             self._show(Observation(self, q, k, v, connectivity, residual))
@@ -140,14 +176,44 @@ class SparseAttention(nn.Module):
             backend=self.config.backend,
         )
 
-    def predict(self, q: Tensor, k: Tensor) -> tuple[Connectivity, Residual]:
-        """Eq. 1-3 with this layer's predictor, at the grid of the current input."""
+    def _needs_gradient(self, *inputs: Tensor) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *self.predictor.parameters()))
+
+    def _fused(self, backend: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n = q.shape[2]
+        self._check_grid(n)
+        return backend.fused(
+            q,
+            k,
+            v,
+            self.predictor.packed(self.grid.size, self.basis_threshold),
+            self._query_groups(q.device),
+            budget=self.budget(n),
+            tau=self.config.tau,
+            scale=self.scale,
+            num_prefix=self.grid.num_prefix,
+            residual=self.config.residual,
+        )
+
+    def _query_groups(self, device: torch.device) -> Tensor:
+        key = (self.grid.size, self.grid.num_prefix, self.config.tile, device)
+        if torch.compiler.is_compiling():
+            return query_groups(*key).int()
+        if self._groups is None or self._groups[0] != key:
+            self._groups = (key, query_groups(*key).int())
+        return self._groups[1]
+
+    def _check_grid(self, n: int) -> None:
         if n != self.grid.num_tokens:
             raise ConfigError(
                 f"{n} tokens came in but the {self.grid.size[0]} x {self.grid.size[1]} grid and "
                 f"{self.grid.num_prefix} prefix tokens make {self.grid.num_tokens}"
             )
+
+    def predict(self, q: Tensor, k: Tensor) -> tuple[Connectivity, Residual]:
+        """Eq. 1-3 with this layer's predictor, at the grid of the current input."""
+        n = q.shape[2]
+        self._check_grid(n)
         w_down, w_up = self.predictor.at(self.grid.size)
         return predict(
             q,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sparsifiner.errors import ConfigError
 from sparsifiner.nn.grid import landmark_pooling, resample
+from sparsifiner.ops import cpu
 
 
 class ConnectivityPredictor(nn.Module):
@@ -32,6 +33,7 @@ class ConnectivityPredictor(nn.Module):
         self.w_down = nn.Parameter(pooling.expand(num_heads, -1, -1).clone())
         self.w_up = nn.Parameter(pooling.expand(num_heads, -1, -1).clone())
         self._resampled: tuple[tuple, tuple[Tensor, Tensor]] | None = None
+        self._packed: tuple[tuple, cpu.Packed] | None = None
 
     @property
     def n_down(self) -> int:
@@ -44,12 +46,26 @@ class ConnectivityPredictor(nn.Module):
             return self.w_down, self.w_up
         if torch.compiler.is_compiling() or (torch.is_grad_enabled() and self.w_up.requires_grad):
             return self._resample(grid)
-        key = (grid, *((w.data_ptr(), w._version, w.dtype) for w in (self.w_down, self.w_up)))
+        key = (grid, *self._state())
         if self._resampled is None or self._resampled[0] != key:
             # Not an inference tensor: a later training step may save it.
             with torch.inference_mode(False), torch.no_grad():
                 self._resampled = (key, self._resample(grid))
         return self._resampled[1]
+
+    def packed(self, grid: tuple[int, int], basis_threshold: float) -> cpu.Packed:
+        """The weights for a grid as the CPU kernels read them; kept until the weights change."""
+        if torch.compiler.is_compiling():
+            return cpu.pack(*self.at(grid), basis_threshold)
+        key = (grid, basis_threshold, cpu.instruction_set(), *self._state())
+        if self._packed is None or self._packed[0] != key:
+            with torch.inference_mode(False), torch.no_grad():
+                self._packed = (key, cpu.pack(*self.at(grid), basis_threshold))
+        return self._packed[1]
+
+    def _state(self) -> tuple:
+        """Changes whenever a weight does."""
+        return tuple((w.data_ptr(), w._version, w.dtype) for w in (self.w_down, self.w_up))
 
     def _resample(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
         return (
@@ -65,14 +81,14 @@ class ConnectivityPredictor(nn.Module):
             w_down, w_up = self._resample(grid)
         self.w_down = nn.Parameter(w_down, requires_grad=self.w_down.requires_grad)
         self.w_up = nn.Parameter(w_up, requires_grad=self.w_up.requires_grad)
-        self.grid, self._resampled = grid, None
+        self.grid, self._resampled, self._packed = grid, None, None
 
     def __deepcopy__(self, memo: dict) -> ConnectivityPredictor:
-        """A copy without the resampled weights, which belong to this module's tensors."""
+        """A copy without what was derived from the weights, which belongs to this module's tensors."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        state = {key: value for key, value in self.__dict__.items() if key != "_resampled"}
-        twin.__dict__.update(copy.deepcopy(state, memo), _resampled=None)
+        state = {key: value for key, value in self.__dict__.items() if key not in ("_resampled", "_packed")}
+        twin.__dict__.update(copy.deepcopy(state, memo), _resampled=None, _packed=None)
         return twin
 
     def extra_repr(self) -> str:

@@ -64,7 +64,7 @@ def predict(
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     a_down = low_rank_attention(q, k, w_down, num_prefix, scale)
     members = query_groups(grid, num_prefix, tile, q.device)
-    chosen = dispatch.resolve(backend, q)
+    chosen = dispatch.resolve(backend, q, w_up.shape[1])
     indices, counts = chosen.select(
         a_down.detach(), w_up.detach(), members, min(budget, n), tau, basis_threshold, num_prefix
     )

@@ -88,6 +88,11 @@ class Connectivity:
         return cls(indices, counts, members, num_tokens=n, num_prefix=num_prefix)
 
 
+def list_width(num_tokens: int, budget: int, num_prefix: int, group_size: int) -> int:
+    """The longest a list can be: known before the scores are, so shapes never depend on data."""
+    return min(num_tokens, budget + num_prefix + (group_size == 1))
+
+
 def lists_from_mask(mask: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Compacts a boolean ``[..., n]`` into ascending int32 lists ``[..., width]`` and their counts."""
     counts = mask.sum(-1, dtype=torch.int32)

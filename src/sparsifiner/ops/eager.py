@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from sparsifiner.ops.connectivity import Connectivity, accumulation_dtype, lists_from_mask
+from sparsifiner.ops.connectivity import Connectivity, accumulation_dtype, list_width, lists_from_mask
 
 # Elements one chunk may gather: 4 MiB in float32. Measured best of 64 KiB to 16 MiB on two x86 cores.
 CHUNK_ELEMENTS = 1 << 20
 
 
-def can_run(q: Tensor) -> str | None:
+def can_run(q: Tensor, landmarks: int = 0) -> str | None:
     """Eager PyTorch runs everywhere."""
     return None
 
@@ -68,11 +68,6 @@ def select(
     return torch.cat(lists, 2), torch.cat(counts, 2)
 
 
-def list_width(num_tokens: int, budget: int, num_prefix: int, group_size: int) -> int:
-    """The longest a list can be: known before the scores are, so shapes never depend on data."""
-    return min(num_tokens, budget + num_prefix + (group_size == 1))
-
-
 def top_budget(scores: Tensor, budget: int) -> Tensor:
     """Eq. 3 on rows of scores: the B largest, zeros discarded, ties to the lower index; a boolean mask."""
     # topk says nothing about ties, so it only finds the cut; rows with ties at the cut then go by index.
@@ -98,11 +93,13 @@ def _(a_down, w_up, members, budget, tau, basis_threshold, num_prefix):
     )
 
 
-@register_flop_formula(torch.ops.sparsifiner.select)
-def _select_flops(a_down_shape, w_up_shape, members_shape, *args, out_shape=None, **kwargs) -> int:
+def select_flops(a_down_shape, w_up_shape, members_shape, *args, out_shape=None, **kwargs) -> int:
     """Two per multiply-add, as torch counts; shapes know no thresholds, so this is the dense bound."""
     batch, heads, _, landmarks = a_down_shape
     return 2 * batch * heads * members_shape[0] * landmarks * w_up_shape[-1]
+
+
+register_flop_formula(torch.ops.sparsifiner.select)(select_flops)
 
 
 class _Chunk:
@@ -261,21 +258,25 @@ def _backward(ctx, grad):
 _attend.register_autograd(_backward, setup_context=_save)
 
 
-@register_flop_formula(torch.ops.sparsifiner.attend)
-def _attend_flops(q_shape, k_shape, v_shape, indices_shape, members_shape, a_shape, *args, **kwargs) -> int:
+def attend_flops(q_shape, k_shape, v_shape, indices_shape, members_shape, a_shape, *args, **kwargs) -> int:
     """Two per multiply-add. A list counts with its full width: shapes do not know how many are padding."""
     batch, heads, _, head_dim = q_shape
     connections = batch * heads * a_shape[2] * indices_shape[-1]
     return 2 * connections * (2 * head_dim + a_shape[-1])
 
 
-@register_flop_formula(torch.ops.sparsifiner.attend_backward)
-def _attend_backward_flops(grad_shape, *shapes, **kwargs) -> int:
+register_flop_formula(torch.ops.sparsifiner.attend)(attend_flops)
+
+
+def attend_backward_flops(grad_shape, *shapes, **kwargs) -> int:
     """The scores again, and two products for each of the forward's."""
     q_shape, _, _, indices_shape, _, a_shape = shapes[:6]
     batch, heads, _, head_dim = q_shape
     connections = batch * heads * a_shape[2] * indices_shape[-1]
     return 2 * connections * (5 * head_dim + 3 * a_shape[-1])
+
+
+register_flop_formula(torch.ops.sparsifiner.attend_backward)(attend_backward_flops)
 
 
 def attend(
