@@ -4,13 +4,14 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench sanitize clean
 
 help:
 	@echo "make demo    train a small ViT on digits, make it sparse, print the table (about 2 minutes)"
 	@echo "make test    run all tests"
 	@echo "make lint    ruff and pyright"
 	@echo "make format  let ruff rewrite the sources"
+	@echo "make sanitize  the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
 	@echo "make bench   remake benchmarks/results (needs the real weights and images)"
 
 # The stamp is written last, so an interrupted install is repeated and never half used.
@@ -36,7 +37,18 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
+	$(BIN)/python benchmarks/speed.py
+	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/accuracy.py
+
+# The interpreter is not built with the sanitizers, so their libraries are loaded before everything else.
+SANITIZED := build/sanitize
+sanitize: $(READY)
+	cmake -S . -B $(SANITIZED) -DPython_EXECUTABLE=$(abspath $(BIN))/python -DSPARSIFINER_SANITIZE=ON -DCMAKE_BUILD_TYPE=Release
+	cmake --build $(SANITIZED) --parallel 2
+	SPARSIFINER_NATIVE="$$(ls $(abspath $(SANITIZED))/_native*.so)" ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	$(BIN)/python -m pytest -q tests/ops/test_cpu.py tests/nn/test_attention.py -k "not compiles"
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,15 +1,13 @@
-"""What every benchmark records beside its figures."""
+"""What the benchmarks share."""
 
 from __future__ import annotations
 
 import os
-import platform
 from pathlib import Path
 
-import timm
-import torch
+from sparsifiner.inspect.machine import environment
 
-import sparsifiner
+__all__ = ["RESULTS", "assets", "environment"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -21,24 +19,3 @@ def assets() -> Path:
     if not (folder / "deit_tiny_patch16_224.safetensors").is_file():
         raise SystemExit("set SPARSIFINER_ASSETS to the folder with the DeiT-Tiny weights and the ImageNet images")
     return folder
-
-
-def environment() -> dict[str, str | int | float]:
-    """Machine, versions, threads and load."""
-    names = [line.split(":")[1].strip() for line in _cpu_lines() if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": os.cpu_count() or 0,
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "load": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "timm": timm.__version__,
-        "sparsifiner": sparsifiner.__version__,
-    }
-
-
-def _cpu_lines() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []

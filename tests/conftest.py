@@ -1,10 +1,19 @@
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+# `make sanitize` puts its own build of the kernels in place of the installed one; after torch, as always.
+if path := os.environ.get("SPARSIFINER_NATIVE"):
+    spec = importlib.util.spec_from_file_location("sparsifiner._native", path)
+    sys.modules["sparsifiner._native"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["sparsifiner._native"])
+
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 

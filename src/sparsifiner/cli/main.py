@@ -7,7 +7,7 @@ import sys
 import typer
 
 from sparsifiner import __version__
-from sparsifiner.cli import calibrate, demo, evaluate, flops, info
+from sparsifiner.cli import bench, calibrate, demo, evaluate, flops, info
 from sparsifiner.errors import SparsifinerError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app.command("demo")(demo.demo)
 app.command("calibrate")(calibrate.calibrate)
 app.command("eval")(evaluate.evaluate)
 app.command("flops")(flops.flops)
+app.command("bench")(bench.bench)
 app.command("info")(info.info)
 
 

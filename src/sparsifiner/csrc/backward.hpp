@@ -44,54 +44,113 @@ struct Gradients {
     float *keys, *values, *up, *sums;  // [tokens, width] twice, [tokens, padded], [padded]: of the head
 };
 
+// For each key of the list: values += weights[i] * grad, keys_grad += slopes[i] * query, q += slopes[i] * key. One pass, so
+// that a key's rows are in the first-level cache once; two keys at a time, so that grad and query are loaded once for both.
 template <int V>
-void backward_row(const Attend& f, const ListedHead& x, int64_t length, const float* grad, float normaliser, float* weight_grad,
+SPARSIFINER_INLINE void update_rows(const float* weights, const float* slopes, const float* grad, const float* query,
+                                    const float* keys, const int32_t* list, int64_t count, float* values_grad,
+                                    float* keys_grad, float* q_grad) {
+    constexpr int64_t stride = V * kLanes;
+    Vec acc[V];
+    for (int c = 0; c < V; ++c) acc[c] = load(q_grad + c * kLanes);
+    int64_t i = 0;
+    for (; i + 2 <= count; i += 2) {
+        const int64_t a = list[i] * stride, b = list[i + 1] * stride;
+        const Vec wa = splat(weights[i]), wb = splat(weights[i + 1]), sa = splat(slopes[i]), sb = splat(slopes[i + 1]);
+        for (int c = 0; c < V; ++c) {
+            const int64_t at = c * kLanes;
+            const Vec g = load(grad + at), q = load(query + at);
+            store(values_grad + a + at, load(values_grad + a + at) + wa * g);
+            store(values_grad + b + at, load(values_grad + b + at) + wb * g);
+            store(keys_grad + a + at, load(keys_grad + a + at) + sa * q);
+            store(keys_grad + b + at, load(keys_grad + b + at) + sb * q);
+            acc[c] += sa * load(keys + a + at);
+            acc[c] += sb * load(keys + b + at);
+        }
+    }
+    for (int c = 0; c < V; ++c) store(q_grad + c * kLanes, acc[c]);
+    if (i < count) {
+        const int64_t a = list[i] * stride;
+        const Vec w = splat(weights[i]), s = splat(slopes[i]);
+        for (int64_t at = 0; at < stride; at += kLanes) {
+            store(values_grad + a + at, load(values_grad + a + at) + w * load(grad + at));
+            store(keys_grad + a + at, load(keys_grad + a + at) + s * load(query + at));
+            store(q_grad + at, load(q_grad + at) + s * load(keys + a + at));
+        }
+    }
+}
+
+template <int V>
+SPARSIFINER_INLINE void update(const ListedHead& x, const float* weights, const float* slopes, const float* grad,
+                               const int32_t* list, int64_t count, const Gradients& to) {
+    if (V) {
+        update_rows<V ? V : 1>(weights, slopes, grad, x.queries, x.keys, list, count, to.values, to.keys, to.q);
+        return;
+    }
+    const int64_t vectors = x.width / kLanes;
+    scatter<V>(weights, grad, vectors, list, count, to.values);
+    scatter<V>(slopes, x.queries, vectors, list, count, to.keys);
+    gather_sum<V>(slopes, vectors, x.keys, list, 0, count, kEverywhere, to.q);
+}
+
+constexpr int64_t kKeyChunk = 4 * kLanes;  // keys whose rows and gradients are dealt with while they are in cache
+
+// Without a residual: `mean` = sum of p dw is known beforehand, as grad . out, so one pass over the keys is enough.
+template <int V>
+void backward_row(const ListedHead& x, int64_t length, const float* grad, float normaliser, float mean, float* weight_grad,
                   const Gradients& to) {
     const int64_t vectors = x.width / kLanes;
     float* p = x.weights;
+    for (int64_t start = 0; start < length; start += kKeyChunk) {
+        const int64_t here = length - start < kKeyChunk ? length - start : kKeyChunk;
+        const int32_t* list = x.list + start;
+        gather_dots<V>(x.queries, vectors, x.keys, list, 0, here, kEverywhere, p);
+        gather_dots<V>(grad, vectors, x.values, list, 0, here, kEverywhere, weight_grad);
+        for (int64_t i = 0; i < here; i += kLanes) {
+            const Vec term = exp_nonpositive(load(p + i) - normaliser);
+            store(p + i, term);
+            store(weight_grad + i, term * (load(weight_grad + i) - mean));
+        }
+        update<V>(x, p, weight_grad, grad, list, here, to);
+    }
+}
+
+template <int V>
+void backward_row_with_residual(const ListedHead& x, int64_t length, const float* grad, float normaliser, float* weight_grad,
+                                const Gradients& to) {
+    const int64_t vectors = x.width / kLanes, whole = round_up(length, kLanes);
+    const Estimate& of = *x.masses;
+    float *p = x.weights, *estimates = x.estimates;
     gather_dots<V>(x.queries, vectors, x.keys, x.list, 0, length, kEverywhere, p);
     gather_dots<V>(grad, vectors, x.values, x.list, 0, length, kEverywhere, weight_grad);
-    const int64_t whole = round_up(length, kLanes);
+    gather_dots<0>(of.coefficients, of.vectors, of.basis, x.list, 0, length, kEverywhere, estimates);
     for (int64_t i = length; i < whole; ++i) {
         p[i] = -__builtin_inff();
-        weight_grad[i] = 0;
+        weight_grad[i] = estimates[i] = 0;
     }
-    Vec total{};
+    Vec total{}, kept{};
     for (int64_t i = 0; i < whole; i += kLanes) {
         const Vec term = exp_nonpositive(load(p + i) - normaliser);
         store(p + i, term);
         total += term * load(weight_grad + i);
+        kept += load(estimates + i);
     }
-    const float mean = sum_lanes(total);
-    float share = 1;
-    if (f.shape.landmarks) {
-        const Estimate& of = *x.masses;
-        float* estimates = x.estimates;
-        gather_dots<0>(of.coefficients, of.vectors, of.basis, x.list, 0, length, kEverywhere, estimates);
-        for (int64_t i = length; i < whole; ++i) estimates[i] = 0;
-        Vec kept{};
-        for (int64_t i = 0; i < whole; i += kLanes) kept += load(estimates + i);
-        const float mass = of.mass - sum_lanes(kept);
-        const float mass_grad = mass >= 0 && mass <= 1 ? -mean : 0;
-        share = 1 - clamp_unit(mass);
-        // Weights in place of the estimates, then the estimates' gradients in place of the weights.
-        for (int64_t i = 0; i < whole; i += kLanes)
-            store(estimates + i, load(p + i) * share - load(estimates + i));
-        scatter<V>(estimates, grad, vectors, x.list, length, to.values);
-        for (int64_t i = 0; i < whole; i += kLanes) store(estimates + i, -load(weight_grad + i) - mass_grad);
-        gather_sum<0>(estimates, of.vectors, of.basis, x.list, 0, length, kEverywhere, to.coefficients);
-        scatter<0>(estimates, of.coefficients, of.vectors, x.list, length, to.up);
-        for (int64_t l = 0; l < x.padded; l += kLanes) {
-            store(to.coefficients + l, load(to.coefficients + l) + mass_grad * load(x.row_sums + l));
-            store(to.sums + l, load(to.sums + l) + mass_grad * load(of.coefficients + l));
-        }
-    } else {
-        scatter<V>(p, grad, vectors, x.list, length, to.values);
+    const float mean = sum_lanes(total), mass = of.mass - sum_lanes(kept);
+    const float mass_grad = mass >= 0 && mass <= 1 ? -mean : 0, share = 1 - clamp_unit(mass);
+    // Weights in place of p, slopes in place of the weights' gradients, the estimates' gradients in place of the estimates.
+    for (int64_t i = 0; i < whole; i += kLanes) {
+        const Vec shared = share * load(p + i), dw = load(weight_grad + i);
+        store(p + i, shared - load(estimates + i));
+        store(weight_grad + i, shared * (dw - mean));
+        store(estimates + i, -dw - mass_grad);
     }
-    for (int64_t i = 0; i < whole; i += kLanes)
-        store(p + i, share * load(p + i) * (load(weight_grad + i) - mean));
-    gather_sum<V>(p, vectors, x.keys, x.list, 0, length, kEverywhere, to.q);
-    scatter<V>(p, x.queries, vectors, x.list, length, to.keys);
+    update<V>(x, p, weight_grad, grad, x.list, length, to);
+    gather_sum<0>(estimates, of.vectors, of.basis, x.list, 0, length, kEverywhere, to.coefficients);
+    scatter<0>(estimates, of.coefficients, of.vectors, x.list, length, to.up);
+    for (int64_t l = 0; l < x.padded; l += kLanes) {
+        store(to.coefficients + l, load(to.coefficients + l) + mass_grad * load(x.row_sums + l));
+        store(to.sums + l, load(to.sums + l) + mass_grad * load(of.coefficients + l));
+    }
 }
 
 // rows[list[j]] += sum over the queries t of factors[j, t] * from[t], and the same for each query's own row.
@@ -208,9 +267,13 @@ Status backward_head(const Backward& call, int64_t b, int64_t h, int64_t part) {
         std::memset(q_grad, 0, (size_t)(count * x.width) * sizeof(float));
         std::memset(coefficients_grad, 0, (size_t)(count * x.padded) * sizeof(float));
         if (rows == 1 && !f.adds_self) {
-            if (count)
-                backward_row<V>(f, x, length, grad, normaliser[x.tokens[0]], weight_grad,
-                                {q_grad, coefficients_grad, keys_grad, values_grad, up_grad, sums_grad});
+            const Gradients to{q_grad, coefficients_grad, keys_grad, values_grad, up_grad, sums_grad};
+            if (count && s.landmarks) {
+                backward_row_with_residual<V>(x, length, grad, normaliser[x.tokens[0]], weight_grad, to);
+            } else if (count) {
+                load_row(f.out, b, h, x.tokens[0] - s.prefix, s.head_dim, x.width, 1.0f, x.out);
+                backward_row<V>(x, length, grad, normaliser[x.tokens[0]], dot(grad, x.out, x.width), weight_grad, to);
+            }
         } else {
             for (int64_t t = 0; t < count; t += kTileLanes) {
                 const int64_t here = count - t < kTileLanes ? count - t : kTileLanes;

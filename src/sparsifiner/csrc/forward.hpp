@@ -56,7 +56,7 @@ SPARSIFINER_INLINE int64_t present(const Groups& groups, int64_t group, const in
 }
 
 // Dense attention of the prefix queries.
-template <int V>
+template <int V, bool Narrow>
 void attend_prefix(const Fused& f, int64_t b, int64_t h, const float* keys, const float* values, int64_t width) {
     const int64_t n = f.shape.tokens, room = round_up(n, kLanes) + kLanes;
     int32_t* every = take<int32_t>(kEvery, room);
@@ -66,18 +66,18 @@ void attend_prefix(const Fused& f, int64_t b, int64_t h, const float* keys, cons
     float* out = take<float>(kOut, width);
     for (int64_t p = 0; p < f.shape.prefix; ++p) {
         load_row(f.q, b, h, p, f.shape.head_dim, width, f.scale, query);
-        gather_dots<V>(query, width / kLanes, keys, every, 0, n, kEverywhere, weights);
+        gather_dots<V, Narrow>(query, width / kLanes, keys, every, 0, n, kEverywhere, weights);
         weigh_row(weights, n, nullptr, nullptr);
         std::memset(out, 0, (size_t)width * sizeof(float));
-        gather_sum<V>(weights, width / kLanes, values, every, 0, n, kEverywhere, out);
+        gather_sum<V, Narrow>(weights, width / kLanes, values, every, 0, n, kEverywhere, out);
         store_row(f.out, b, h, p, f.shape.head_dim, out);
     }
 }
 
-template <int V>
+template <int V, bool Narrow>
 Status fused_head(const Fused& f, int64_t b, int64_t h, int64_t part, int64_t parts) {
     const Shape& s = f.shape;
-    const int64_t n = s.tokens, width = round_up(s.head_dim, kLanes), vectors = width / kLanes;
+    const int64_t n = s.tokens, width = round_up(s.head_dim, Narrow ? 2 * kLanes : kLanes), vectors = width / kLanes;
     const int64_t padded = f.weights.padded_landmarks;
     const int32_t* positions = f.positions ? f.positions + b * n : nullptr;
     int32_t* inverse = nullptr;
@@ -86,16 +86,27 @@ Status fused_head(const Fused& f, int64_t b, int64_t h, int64_t part, int64_t pa
         for (int64_t p = 0; p < f.weights.positions; ++p) inverse[p] = -1;
         for (int64_t t = 0; t < n; ++t) inverse[positions[t]] = (int32_t)t;
     }
-    const float* keys = pack(kKeys, f.k, b, h, n, s.head_dim, width);
-    const float* values = pack(kValues, f.v, b, h, n, s.head_dim, width);
-    if (part == 0) attend_prefix<V>(f, b, h, keys, values, width);
-
+    float* whole_keys = pack(kKeys, f.k, b, h, n, s.head_dim, width);
+    float* whole_values = pack(kValues, f.v, b, h, n, s.head_dim, width);
     const HeadWeights head = head_weights(f.weights, h, s.landmarks, n, positions);
-    const float* key_down = key_landmarks(f.weights, h, keys, width, n, s.landmarks, positions);
+    const float* key_down = key_landmarks(f.weights, h, whole_keys, width, n, s.landmarks, positions);
     const float* value_down =
-        f.residual ? value_landmarks(head.up, padded, values, width, n, s.landmarks) : nullptr;
+        f.residual ? value_landmarks(head.up, padded, whole_values, width, n, s.landmarks) : nullptr;
 
+    // Landmarks are made from what came in; attention reads what is held.
     const bool shared = f.groups.size > 1;
+    const float *keys = whole_keys, *values = whole_values;
+    if (Narrow && shared) {
+        round_in_place(whole_keys, n * width);
+        round_in_place(whole_values, n * width);
+    } else if (Narrow) {
+        keys = narrowed(kNarrowKeys, whole_keys, n, width);
+        values = narrowed(kNarrowValues, whole_values, n, width);
+    }
+    if (part == 0) {
+        if (shared) attend_prefix<V, false>(f, b, h, keys, values, width);
+        else attend_prefix<V, Narrow>(f, b, h, keys, values, width);
+    }
     const int64_t block = shared ? 1 : kQueryBlock, rows = block * f.groups.size;
     // Forced keys come on top of the budget; writing and padding a list may go a vector beyond its end.
     const int64_t longest = f.budget + s.prefix + 1;
@@ -182,7 +193,7 @@ Status fused_head(const Fused& f, int64_t b, int64_t h, int64_t part, int64_t pa
             }
             for (int64_t limit = span; limit < n + span; limit += span)
                 for (int64_t t = 0; t < count; ++t)
-                    at[t] = gather_dots<V>(queries + t * width, vectors, keys, list + t * room, at[t], lengths[t],
+                    at[t] = gather_dots<V, Narrow>(queries + t * width, vectors, keys, list + t * room, at[t], lengths[t],
                                            (int32_t)limit, weights + t * room);
             for (int64_t t = 0; t < count; ++t) {
                 if (f.residual)
@@ -193,7 +204,7 @@ Status fused_head(const Fused& f, int64_t b, int64_t h, int64_t part, int64_t pa
             }
             for (int64_t limit = span; limit < n + span; limit += span)
                 for (int64_t t = 0; t < count; ++t)
-                    at[t] = gather_sum<V>(weights + t * room, vectors, values, list + t * room, at[t], lengths[t],
+                    at[t] = gather_sum<V, Narrow>(weights + t * room, vectors, values, list + t * room, at[t], lengths[t],
                                           (int32_t)limit, out + t * width);
         }
         for (int64_t t = 0; t < count; ++t) store_row(f.out, b, h, tokens[t], s.head_dim, out + t * width);
@@ -204,7 +215,11 @@ Status fused_head(const Fused& f, int64_t b, int64_t h, int64_t part, int64_t pa
 Status fused(const Fused& f) {
     const int64_t parts = parts_of(f.shape, f.threads, f.groups.count);
     return for_heads(f.shape, f.threads, parts, [&](int64_t b, int64_t h, int64_t part) {
-        return f.shape.head_dim == 64 ? fused_head<64 / kLanes>(f, b, h, part, parts) : fused_head<0>(f, b, h, part, parts);
+        if (f.narrow)
+            return f.shape.head_dim == 64 ? fused_head<64 / kLanes, true>(f, b, h, part, parts)
+                                          : fused_head<0, true>(f, b, h, part, parts);
+        return f.shape.head_dim == 64 ? fused_head<64 / kLanes, false>(f, b, h, part, parts)
+                                      : fused_head<0, false>(f, b, h, part, parts);
     });
 }
 

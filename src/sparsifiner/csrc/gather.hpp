@@ -20,19 +20,30 @@ SPARSIFINER_INLINE int64_t span_of(int64_t tokens, int64_t longest) {
 
 // out[i] = query . rows[list[i]] for i from `from` on, in groups of kLanes, while a group begins below `limit`; returns
 // where it stopped. The list is padded with valid indices to a whole group.
-// V is the number of vectors of a row, 0 if only known at run time.
-template <int V>
+// V is the number of vectors of a row, 0 if only known at run time. Narrow rows hold pairs of bfloat16: half as much to load.
+template <int V, bool Narrow = false>
 SPARSIFINER_INLINE int64_t gather_dots(const float* query, int64_t vectors, const float* rows, const int32_t* list,
                                        int64_t from, int64_t count, int32_t limit, float* out) {
-    const int64_t n = V ? V : vectors, stride = n * kLanes;
+    const int64_t n = V ? V : vectors, stride = n * kLanes / (Narrow ? 2 : 1);
     int64_t i = from;
     for (; i < count && list[i] < limit; i += kLanes) {
         const float* row[kLanes];
         for (int r = 0; r < kLanes; ++r) row[r] = rows + list[i + r] * stride;
         Vec acc[kLanes] = {};
-        for (int64_t c = 0; c < n; ++c) {
-            const Vec part = load(query + c * kLanes);
-            for (int r = 0; r < kLanes; ++r) acc[r] += part * load(row[r] + c * kLanes);
+        if (Narrow) {
+            for (int64_t c = 0; c < n; c += 2) {
+                const Vec lower = load(query + c * kLanes), upper = load(query + (c + 1) * kLanes);
+                for (int r = 0; r < kLanes; ++r) {
+                    const Vec pair = load(row[r] + c / 2 * kLanes);
+                    acc[r] += lower * lower_of(pair);
+                    acc[r] += upper * upper_of(pair);
+                }
+            }
+        } else {
+            for (int64_t c = 0; c < n; ++c) {
+                const Vec part = load(query + c * kLanes);
+                for (int r = 0; r < kLanes; ++r) acc[r] += part * load(row[r] + c * kLanes);
+            }
         }
         store(out + i, sum_each(acc));
     }
@@ -40,7 +51,7 @@ SPARSIFINER_INLINE int64_t gather_dots(const float* query, int64_t vectors, cons
 }
 
 // out += sum of weights[i] * rows[list[i]], for V vectors of a row, for i from `from` on while list[i] is below `limit`.
-template <int V>
+template <int V, bool Narrow>
 SPARSIFINER_INLINE int64_t gather_sum_part(const float* weights, const float* rows, int64_t stride, const int32_t* list,
                                            int64_t from, int64_t count, int32_t limit, float* out) {
     Vec acc[V];
@@ -49,22 +60,32 @@ SPARSIFINER_INLINE int64_t gather_sum_part(const float* weights, const float* ro
     for (; i < count && list[i] < limit; ++i) {
         const float* row = rows + list[i] * stride;
         const Vec weight = splat(weights[i]);
-        for (int c = 0; c < V; ++c) acc[c] += weight * load(row + c * kLanes);
+        if (Narrow) {
+            for (int c = 0; c < V; c += 2) {
+                const Vec pair = load(row + c / 2 * kLanes);
+                acc[c] += weight * lower_of(pair);
+                acc[c + 1] += weight * upper_of(pair);
+            }
+        } else {
+            for (int c = 0; c < V; ++c) acc[c] += weight * load(row + c * kLanes);
+        }
     }
     for (int c = 0; c < V; ++c) store(out + c * kLanes, acc[c]);
     return i;
 }
 
-template <int V>
+template <int V, bool Narrow = false>
 SPARSIFINER_INLINE int64_t gather_sum(const float* weights, int64_t vectors, const float* rows, const int32_t* list,
                                       int64_t from, int64_t count, int32_t limit, float* out) {
-    const int64_t stride = vectors * kLanes;
-    if (V) return gather_sum_part<V ? V : 1>(weights, rows, stride, list, from, count, limit, out);
+    constexpr int64_t kHalf = Narrow ? 2 : 1;  // columns of the rows are as much closer
+    const int64_t stride = vectors * kLanes / kHalf;
+    if (V) return gather_sum_part<V ? V : 2, Narrow>(weights, rows, stride, list, from, count, limit, out);
     int64_t c = 0, end = from;
     for (; c + 8 <= vectors; c += 8)
-        end = gather_sum_part<8>(weights, rows + c * kLanes, stride, list, from, count, limit, out + c * kLanes);
-    for (; c < vectors; ++c)
-        end = gather_sum_part<1>(weights, rows + c * kLanes, stride, list, from, count, limit, out + c * kLanes);
+        end = gather_sum_part<8, Narrow>(weights, rows + c * kLanes / kHalf, stride, list, from, count, limit, out + c * kLanes);
+    for (; c < vectors; c += kHalf)
+        end = gather_sum_part<kHalf, Narrow>(weights, rows + c * kLanes / kHalf, stride, list, from, count, limit,
+                                             out + c * kLanes);
     return end;
 }
 

@@ -15,7 +15,8 @@ enum Slot {
     kKeys, kValues, kKeyLandmarks, kKeyLandmarksT, kValueLandmarks, kUp, kBasis, kOccupied, kInverse, kQueries,
     kCoefficients, kLowRank, kOut, kScores, kList, kWeights, kEstimates, kMean, kTokens, kTileQueries, kTileWeights,
     kTileCoefficients, kTileEstimates, kGradRows, kKeysGrad, kValuesGrad, kPicked, kEvery, kWeightGrad,
-    kGrad, kQueryGrad, kCoefficientsGrad, kScoreKeys,
+    kGrad, kQueryGrad, kCoefficientsGrad, kScoreKeys, kNarrowKeys,
+    kNarrowValues,
 };
 
 template <class T>
@@ -63,6 +64,19 @@ inline float* pack(Slot slot, const Tokens& x, int64_t b, int64_t h, int64_t tok
         load_row(x, b, h, t, head_dim, width, 1.0f, out + t * width);
     }
     return out;
+}
+
+// Packed rows again, in 16 bits.
+inline const float* narrowed(Slot slot, const float* rows, int64_t tokens, int64_t width) {
+    float* out = take<float>(slot, tokens * width / 2);
+    for (int64_t at = 0; at < tokens * width; at += 2 * kLanes)
+        store(out + at / 2, narrow_pair(load(rows + at), load(rows + at + kLanes)));
+    return out;
+}
+
+// Packed rows rounded to what 16 bits hold, in place: for products that gain nothing from the smaller size.
+inline void round_in_place(float* rows, int64_t count) {
+    for (int64_t at = 0; at < count; at += kLanes) store(rows + at, lower_of(narrow_pair(load(rows + at), Vec{})));
 }
 
 // The weights of one head for the tokens of one sample.

@@ -168,7 +168,11 @@ inline float find_cut(const ScoreRow& row, int64_t width, int budget) {
     return find_cut(row.scores, width, {kSmallestBits, bits(row.highest) + 1, row.positive, 0}, budget);
 }
 
-constexpr uint32_t kAllLanes = (uint32_t)((uint64_t{1} << kLanes) - 1);
+// The bits of the lowest score that has a key, within what the row's scores can be.
+SPARSIFINER_INLINE int32_t lowest_with(int32_t key, const ScoreRow& row) {
+    const int64_t at = row.centre + (int64_t)key * (1 << kKeyShift), top = (int64_t)bits(row.highest) + 1;
+    return (int32_t)(at < kSmallestBits ? kSmallestBits : key > 32767 || at > top ? top : at);
+}
 
 // The cuts of up to kLanes rows, one in each lane, over their keys. Rows go in step, without a branch that depends on what
 // is found: mispredicted ones cost more than the steps that some rows would not need. What the keys cannot tell apart is
@@ -217,11 +221,15 @@ inline void find_cuts(const ScoreRow* rows, int64_t count, int64_t width, int bu
         if (row.positive <= budget) {
             cuts[r] = value(kSmallestBits);
         } else if (found[r]) {
-            cuts[r] = value(row.centre + (cut[r] << kKeyShift));
+            cuts[r] = value(lowest_with(cut[r], row));
         } else {
-            const int32_t from = low[r] == kLowestKey ? kSmallestBits : row.centre + (low[r] << kKeyShift);
-            const int32_t top = bits(row.highest) + 1, to = high[r] > 32767 ? top : row.centre + (high[r] << kKeyShift);
-            cuts[r] = find_cut(row.scores, width, {from, to < top ? to : top, (int)low_count[r], (int)high_count[r]}, budget);
+            // At the ends keys are saturated, or stand for zeros too: nothing is known there but the whole row's facts.
+            Bracket bracket{lowest_with(low[r], row), lowest_with(high[r], row), (int)low_count[r], (int)high_count[r]};
+            if (low[r] == kLowestKey || bracket.low <= kSmallestBits) {
+                bracket.low = kSmallestBits;
+                bracket.low_count = row.positive;
+            }
+            cuts[r] = find_cut(row.scores, width, bracket, budget);
         }
     }
 }

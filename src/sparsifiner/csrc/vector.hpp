@@ -228,5 +228,20 @@ SPARSIFINER_INLINE uint16_t to_bf16(float f) {
     return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
 }
 
+// Two vectors rounded to bfloat16, in the space of one: each 32-bit lane holds an element of `a` below one of `b`.
+SPARSIFINER_INLINE Vec narrow_pair(Vec a, Vec b) {
+    UVec halves[2];
+    for (int i = 0; i < 2; ++i) {
+        const Vec x = i ? b : a;
+        const UVec bits = (UVec)x;
+        const UVec rounded = bits + 0x7FFFu + (bits >> 16 & 1u);
+        halves[i] = x == x ? rounded : bits | 0x400000u;  // a NaN must not round to infinity
+    }
+    return (Vec)(halves[0] >> 16 | (halves[1] & 0xFFFF0000u));
+}
+
+SPARSIFINER_INLINE Vec lower_of(Vec pair) { return (Vec)((UVec)pair << 16); }
+SPARSIFINER_INLINE Vec upper_of(Vec pair) { return (Vec)((UVec)pair & 0xFFFF0000u); }
+
 }  // namespace
 }  // namespace sparsifiner::SPARSIFINER_ISA

@@ -432,6 +432,7 @@ def _(q, k, v, indices, members, a_down, w_up, scale, num_prefix, adds_self):
 @torch.library.custom_op("sparsifiner::cpu_attend_backward", mutates_args=())
 def _attend_backward(
     grad: Tensor,
+    out: Tensor,
     normaliser: Tensor,
     q: Tensor,
     k: Tensor,
@@ -446,7 +447,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `_attend` for q, k, v, a_down and w_up."""
     grad = _rows(grad)
-    call = _Call(q, k, v, grad, normaliser, indices, members, a_down, w_up, scale, num_prefix, adds_self)
+    call = _Call(q, k, v, out, normaliser, indices, members, a_down, w_up, scale, num_prefix, adds_self)
     batch, heads, n, head_dim, landmarks, _ = call.shape
     # Heads that are fewer than threads are cut into parts, whose sums are added in a fixed order.
     threads = torch.get_num_threads()
@@ -473,14 +474,14 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(grad, normaliser, q, k, v, indices, members, a_down, w_up, scale, num_prefix, adds_self):
+def _(grad, out, normaliser, q, k, v, indices, members, a_down, w_up, scale, num_prefix, adds_self):
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, a_down, w_up))
 
 
 def _save(ctx, inputs, output) -> None:
     *tensors, scale, num_prefix, adds_self = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(output[1], *tensors)
+    ctx.save_for_backward(*output, *tensors)
     ctx.settings = (scale, num_prefix, adds_self)
 
 
@@ -498,7 +499,7 @@ def _attend_flops(*shapes, **kwargs) -> int:
 
 
 @register_flop_formula(torch.ops.sparsifiner.cpu_attend_backward)
-def _attend_backward_flops(grad_shape, normaliser_shape, *shapes, **kwargs) -> int:
+def _attend_backward_flops(grad_shape, out_shape_, normaliser_shape, *shapes, **kwargs) -> int:
     return eager.attend_backward_flops(grad_shape, *shapes, **kwargs)
 
 

@@ -1,0 +1,143 @@
+"""Speed on this machine against torch's dense attention: the operator forward and backward at ViT sizes; whole models.
+
+Inputs are those of DeiT-Tiny on real images, calibrated; heads of two layers stand side by side where six are wanted.
+Writes results/speed-operator.csv, speed-backward.csv and speed-model.csv, and draws docs/figures/speed.png.
+
+    python benchmarks/speed.py [--seconds 0.5] [--only operator|backward|model]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sparsifiner as sp
+from common import RESULTS, assets
+from sparsifiner.cli.bench import backward_rows, model_rows, operator_rows, write_csv
+from sparsifiner.config import SparseConfig
+from sparsifiner.data.images import open_images, preprocessing
+from sparsifiner.inspect.machine import environment
+from sparsifiner.inspect.speed import Problem, problem_from
+from sparsifiner.models import create_host
+from sparsifiner.report.plots import speed_ups
+
+NAME = "deit_tiny_patch16_224"
+FIGURE = Path(__file__).parents[1] / "docs" / "figures" / "speed.png"
+KEEPS = (0.25, 0.1, 0.05)
+# Pixels, batch, layers whose heads are used, tile of about 16 queries.
+SIZES = (
+    (224, 8, (3,), (2, 7)),
+    (224, 8, (3, 6), (2, 7)),
+    (384, 8, (3,), (4, 4)),
+    (512, 2, (3, 6), (4, 4)),
+    (1024, 1, (3, 6), (4, 4)),
+)
+
+
+def student_and_images(n_down: int, tau: float) -> tuple[torch.nn.Module, torch.Tensor]:
+    """DeiT-Tiny calibrated at its own size, and images of the distillation set."""
+    source = assets()
+    host = create_host(NAME, str(source / f"{NAME}.safetensors"))
+    loader = open_images(source / "imagenet-distill.tar", preprocessing(host, "crop"), limit=64, batch_size=16)
+    images = torch.cat([batch for batch, _ in loader])
+    student = sp.sparsify(host, SparseConfig(0.1, n_down=n_down, tau=tau))
+    sp.calibrate(student, images, refine=False)
+    return student.eval(), images
+
+
+def resized(student: torch.nn.Module, images: torch.Tensor, pixels: int) -> torch.Tensor:
+    """Sets the model to an image size, and scales the images."""
+    student.set_input_size((pixels, pixels))  # pyright: ignore[reportCallIssue]
+    return torch.nn.functional.interpolate(images, size=(pixels, pixels), mode="bicubic")
+
+
+def problems(student: torch.nn.Module, images: torch.Tensor) -> list[tuple[Problem, tuple[int, int]]]:
+    """The operator's inputs at every size."""
+    found = []
+    for pixels, batch, layers, tile in SIZES:
+        scaled = resized(student, images[:batch], pixels)
+        found.append((problem_from(student, scaled, layers).to(torch.float32), tile))
+    return found
+
+
+def add(rows: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
+    """Each row with the threads and load of its own moment."""
+    now = environment()
+    for row in found:
+        rows.append(row | {"threads": now["threads"], "load": now["load"]})
+        if row["keep"] is not None:
+            about = f"{now['threads']} threads, n={row['n']} ({row['batch']}, {row['heads']})"
+            about += ", residual" if row["residual"] else ""
+            print(f"{about:40s} {row['name']:42s} {row['minimum']:9.3f} ms  {row['speed_up']:.2f}x", flush=True)
+
+
+def operator(inputs: list[tuple[Problem, tuple[int, int]]], seconds: float) -> None:
+    rows: list[dict[str, Any]] = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for p, tile in inputs:
+            for residual in (False, True):
+                narrow, slow = not residual, threads == 1 and not residual and p.q.shape[2] < 2000
+                add(rows, operator_rows(p, KEEPS, [None, tile], residual, seconds, narrow=narrow, baselines=slow))
+                write_csv(rows, RESULTS / "speed-operator.csv")
+    one_thread = [row for row in rows if row["threads"] == 1 and row["residual"] is False]
+    one_thread = [row for row in one_thread if (row["batch"], row["heads"]) != (8, 3) or row["n"] > 197]
+    for row in one_thread:  # tiles differ in shape, not in kind
+        row["name"] = row["name"].replace("tile 2x7", "tiles").replace("tile 4x4", "tiles")
+    speed_ups([row for row in one_thread if "sparse" in row["name"] and not row["narrow"]], FIGURE)
+
+
+def backward(inputs: list[tuple[Problem, tuple[int, int]]], seconds: float) -> None:
+    rows: list[dict[str, Any]] = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for p, tile in inputs:
+            for residual in (False, True):
+                add(rows, backward_rows(p, KEEPS[:2], [None, tile], residual, seconds))
+                write_csv(rows, RESULTS / "speed-backward.csv")
+
+
+def model(student: torch.nn.Module, images: torch.Tensor, seconds: float) -> None:
+    rows: list[dict[str, Any]] = []
+    small = sp.sparsify(create_host("deit_small_patch16_224", None), SparseConfig(0.1, n_down=32)).eval()
+    sp.calibrate(small, images[:16], refine=False)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for name, net, pixels, batch, tile in (
+            ("DeiT-T", student, 224, 8, (2, 7)),
+            ("DeiT-T", student, 384, 8, (4, 4)),
+            ("DeiT-S", small, 1024, 1, (4, 4)),
+        ):
+            scaled = resized(net, images[:batch], pixels)
+            for residual in (False, True):
+                found = model_rows(net, scaled, KEEPS[:2], [None, tile], residual, seconds)
+                for row in found:
+                    row["name"] = f"{name}, {pixels} px, {row['name'].removeprefix('model, ')}"
+                print(f"{name} {pixels} px: ceiling {found[0]['ceiling']:.2f}x", flush=True)
+                add(rows, found)
+                write_csv(rows, RESULTS / "speed-model.csv")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each candidate")
+    parser.add_argument("--only", choices=("operator", "backward", "model"))
+    parser.add_argument("--n-down", type=int, default=32)
+    parser.add_argument("--tau", type=float, default=0.05)
+    arguments = parser.parse_args()
+    student, images = student_and_images(arguments.n_down, arguments.tau)
+    if arguments.only in (None, "operator", "backward"):
+        inputs = problems(student, images)
+        if arguments.only != "backward":
+            operator(inputs, arguments.seconds)
+        if arguments.only != "operator":
+            backward(inputs, arguments.seconds)
+    if arguments.only in (None, "model"):
+        model(student, images, max(1.0, 2 * arguments.seconds))
+
+
+if __name__ == "__main__":
+    main()
