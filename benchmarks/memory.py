@@ -12,6 +12,7 @@ import csv
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -38,7 +39,7 @@ def measure(form: str, side: int) -> None:
     """In the child: prints MiB."""
     p = problem(side)
     budget = speed.budget_of(KEEP, p.q.shape[2])
-    small = problem(4)
+    small = problem(8)
     runs = {
         "dense (SDPA)": lambda p: functional.scaled_dot_product_attention(p.q, p.k, p.v),
         "dense + mask": lambda p: speed.masked_dense(p, min(budget, p.q.shape[2])),
@@ -59,19 +60,18 @@ def main() -> None:
     rows = []
     for side in SIDES:
         for form in FORMS:
-            # Float32 scores, logits, weights and masks of n x n, several at once.
+            # Scores, logits, weights and estimates of n x n floats, several at once.
             needed = 5 * HEADS * (1 + side * side) ** 2 * 4 / 2**30 if form == "dense + mask" else 0
+            row: dict[str, Any] = {"n": 1 + side * side, "form": form, "mib": None}
             if needed > 14:
-                mib = None
+                print(f"n={row['n']:6d}  {form:18s} not run: it needs about {needed:.0f} GiB", flush=True)
             else:
-                child = subprocess.run([sys.executable, __file__, form, str(side)], capture_output=True, text=True)
-                mib = float(child.stdout.split()[0]) if child.returncode == 0 else None
-            row = {"n": 1 + side * side, "form": form, "mib": mib}
+                command = [sys.executable, __file__, form, str(side)]
+                child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                row["mib"] = float(child.stdout.split()[0])
+                print(f"n={row['n']:6d}  {form:18s} {row['mib']:9.1f} MiB", flush=True)
             about = {"heads": HEADS, "head_dim": HEAD_DIM, "n_down": N_DOWN, "keep": KEEP}
             rows.append(row | about | environment())
-            print(
-                f"n={row['n']:6d}  {form:18s} " + (f"{mib:9.1f} MiB" if mib is not None else "does not fit"), flush=True
-            )
     with replacing(RESULTS / "memory.csv") as path, path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()

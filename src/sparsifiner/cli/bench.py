@@ -206,7 +206,8 @@ def _model_rows(model, checkpoint, image_size, keeps, tiles, residual, batch, se
         host = common.host_model(model, None, image_size)
         student = sp.sparsify(host, sp.suggest_config(host, keep=keeps[0]))
     expected = conversion_of(student).host.image_size(student)
-    images = torch.randn(batch, 3, *((image_size, image_size) if image_size else expected))
+    channels = next(weight.shape[1] for weight in student.parameters() if weight.ndim == 4)  # of the first convolution
+    images = torch.randn(batch, channels, *((image_size, image_size) if image_size else expected))
     return model_rows(student.eval(), images, keeps, tiles, residual, seconds)
 
 
@@ -219,7 +220,7 @@ def model_rows(student, images, keeps, tiles, residual: bool, seconds: float) ->
         for tile in tiles:
             name = f"sparse, keep {keep:g}" + (f", tile {tile[0]}x{tile[1]}" if tile else "")
             forms[name] = {"keep": keep, "tile": tile, "residual": residual}
-    times = speed.take_turns(speed.model_runs(student, images, forms), seconds)
+    times = speed.take_turns(speed.model_runs(student, images, forms), seconds, least=3)
     share = speed.core_share(student, images, seconds)
     p = speed.problem_from(student, images[:1], (0,))
     rows = []

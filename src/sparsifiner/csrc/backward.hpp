@@ -26,127 +26,111 @@ SPARSIFINER_INLINE void scatter_part(const float* factors, const float* row, con
     }
 }
 
-template <int V>
 SPARSIFINER_INLINE void scatter(const float* factors, const float* row, int64_t vectors, const int32_t* list, int64_t count,
                                 float* rows) {
     const int64_t stride = vectors * kLanes;
-    if (V) {
-        scatter_part<V ? V : 1>(factors, row, list, count, rows, stride);
-        return;
-    }
     int64_t c = 0;
     for (; c + 4 <= vectors; c += 4) scatter_part<4>(factors, row + c * kLanes, list, count, rows + c * kLanes, stride);
     for (; c < vectors; ++c) scatter_part<1>(factors, row + c * kLanes, list, count, rows + c * kLanes, stride);
 }
+
+constexpr int64_t kMostQueries = 256;  // whose connections are sorted together
 
 struct Gradients {
     float *q, *coefficients;          // [rows, width], [rows, padded]: of the group at hand
     float *keys, *values, *up, *sums;  // [tokens, width] twice, [tokens, padded], [padded]: of the head
 };
 
-// For each key of the list: values += weights[i] * grad, keys_grad += slopes[i] * query, q += slopes[i] * key. One pass, so
-// that a key's rows are in the first-level cache once; two keys at a time, so that grad and query are loaded once for both.
-template <int V>
-SPARSIFINER_INLINE void update_rows(const float* weights, const float* slopes, const float* grad, const float* query,
-                                    const float* keys, const int32_t* list, int64_t count, float* values_grad,
-                                    float* keys_grad, float* q_grad) {
-    constexpr int64_t stride = V * kLanes;
-    Vec acc[V];
-    for (int c = 0; c < V; ++c) acc[c] = load(q_grad + c * kLanes);
-    int64_t i = 0;
-    for (; i + 2 <= count; i += 2) {
-        const int64_t a = list[i] * stride, b = list[i + 1] * stride;
-        const Vec wa = splat(weights[i]), wb = splat(weights[i + 1]), sa = splat(slopes[i]), sb = splat(slopes[i + 1]);
-        for (int c = 0; c < V; ++c) {
-            const int64_t at = c * kLanes;
-            const Vec g = load(grad + at), q = load(query + at);
-            store(values_grad + a + at, load(values_grad + a + at) + wa * g);
-            store(values_grad + b + at, load(values_grad + b + at) + wb * g);
-            store(keys_grad + a + at, load(keys_grad + a + at) + sa * q);
-            store(keys_grad + b + at, load(keys_grad + b + at) + sb * q);
-            acc[c] += sa * load(keys + a + at);
-            acc[c] += sb * load(keys + b + at);
-        }
-    }
-    for (int c = 0; c < V; ++c) store(q_grad + c * kLanes, acc[c]);
-    if (i < count) {
-        const int64_t a = list[i] * stride;
-        const Vec w = splat(weights[i]), s = splat(slopes[i]);
-        for (int64_t at = 0; at < stride; at += kLanes) {
-            store(values_grad + a + at, load(values_grad + a + at) + w * load(grad + at));
-            store(keys_grad + a + at, load(keys_grad + a + at) + s * load(query + at));
-            store(q_grad + at, load(q_grad + at) + s * load(keys + a + at));
+// The connections of a block of queries: query by query as they are made, then key by key.
+//
+// The gradients of keys and values are sums over the queries that use a key. Adding to them query by query would read and
+// write two rows for every connection; sorted by key, the sums stay in registers and the block's queries in cache.
+struct Connections {
+    int32_t* key;
+    float *weight, *slope;
+    int64_t count;
+    int32_t* start;  // [tokens + 1]
+    int32_t* query;  // by key
+    float *weight_by_key, *slope_by_key;
+};
+
+inline Connections take_connections(int64_t most, int64_t tokens) {
+    const int64_t room = most + 2 * kLanes;
+    return {take<int32_t>(kConnectionKey, room), take<float>(kConnectionWeight, room), take<float>(kConnectionSlope, room), 0,
+            take<int32_t>(kKeyStart, tokens + 2), take<int32_t>(kConnectionQuery, room), take<float>(kWeightByKey, room),
+            take<float>(kSlopeByKey, room)};
+}
+
+// `length[i]` connections of query i, one query after another; a counting sort, so queries ascend within a key.
+inline void sort_by_key(Connections& c, const int64_t* length, int64_t queries, int64_t tokens) {
+    int32_t* next = c.start + 1;  // while filling, next[key] is where the key's next connection goes
+    std::memset(c.start, 0, (size_t)(tokens + 2) * sizeof(int32_t));
+    for (int64_t e = 0; e < c.count; ++e) ++c.start[c.key[e] + 2];
+    for (int64_t t = 0; t < tokens; ++t) c.start[t + 1] += c.start[t];
+    for (int64_t i = 0, e = 0; i < queries; ++i) {
+        for (const int64_t end = e + length[i]; e < end; ++e) {
+            const int32_t at = next[c.key[e]]++;
+            c.query[at] = (int32_t)i;
+            c.weight_by_key[at] = c.weight[e];
+            c.slope_by_key[at] = c.slope[e];
         }
     }
 }
 
-template <int V>
-SPARSIFINER_INLINE void update(const ListedHead& x, const float* weights, const float* slopes, const float* grad,
-                               const int32_t* list, int64_t count, const Gradients& to) {
-    if (V) {
-        update_rows<V ? V : 1>(weights, slopes, grad, x.queries, x.keys, list, count, to.values, to.keys, to.q);
-        return;
-    }
-    const int64_t vectors = x.width / kLanes;
-    scatter<V>(weights, grad, vectors, list, count, to.values);
-    scatter<V>(slopes, x.queries, vectors, list, count, to.keys);
-    gather_sum<V>(slopes, vectors, x.keys, list, 0, count, kEverywhere, to.q);
-}
+constexpr int64_t kKeyChunk = 4 * kLanes;  // keys whose rows are used twice while they are in the first-level cache
 
-constexpr int64_t kKeyChunk = 4 * kLanes;  // keys whose rows and gradients are dealt with while they are in cache
-
-// Without a residual: `mean` = sum of p dw is known beforehand, as grad . out, so one pass over the keys is enough.
+// Without a residual: `mean` = sum of p dw is known beforehand, as grad . out, so one pass over the keys is enough. Writes
+// weights and slopes of the row's connections, and adds to q.
 template <int V>
-void backward_row(const ListedHead& x, int64_t length, const float* grad, float normaliser, float mean, float* weight_grad,
-                  const Gradients& to) {
+void backward_row(const ListedHead& x, int64_t length, const float* grad, float normaliser, float mean, float* weight,
+                  float* slope, float* q_grad) {
     const int64_t vectors = x.width / kLanes;
-    float* p = x.weights;
     for (int64_t start = 0; start < length; start += kKeyChunk) {
         const int64_t here = length - start < kKeyChunk ? length - start : kKeyChunk;
         const int32_t* list = x.list + start;
+        float *p = weight + start, *dw = slope + start;
         gather_dots<V>(x.queries, vectors, x.keys, list, 0, here, kEverywhere, p);
-        gather_dots<V>(grad, vectors, x.values, list, 0, here, kEverywhere, weight_grad);
+        gather_dots<V>(grad, vectors, x.values, list, 0, here, kEverywhere, dw);
         for (int64_t i = 0; i < here; i += kLanes) {
             const Vec term = exp_nonpositive(load(p + i) - normaliser);
             store(p + i, term);
-            store(weight_grad + i, term * (load(weight_grad + i) - mean));
+            store(dw + i, term * (load(dw + i) - mean));
         }
-        update<V>(x, p, weight_grad, grad, list, here, to);
+        gather_sum<V>(dw, vectors, x.keys, list, 0, here, kEverywhere, q_grad);
     }
 }
 
 template <int V>
-void backward_row_with_residual(const ListedHead& x, int64_t length, const float* grad, float normaliser, float* weight_grad,
-                                const Gradients& to) {
+void backward_row_with_residual(const ListedHead& x, int64_t length, const float* grad, float normaliser, float* weight,
+                                float* slope, const Gradients& to) {
     const int64_t vectors = x.width / kLanes, whole = round_up(length, kLanes);
     const Estimate& of = *x.masses;
-    float *p = x.weights, *estimates = x.estimates;
-    gather_dots<V>(x.queries, vectors, x.keys, x.list, 0, length, kEverywhere, p);
-    gather_dots<V>(grad, vectors, x.values, x.list, 0, length, kEverywhere, weight_grad);
+    float* estimates = x.estimates;
+    gather_dots<V>(x.queries, vectors, x.keys, x.list, 0, length, kEverywhere, weight);
+    gather_dots<V>(grad, vectors, x.values, x.list, 0, length, kEverywhere, slope);
     gather_dots<0>(of.coefficients, of.vectors, of.basis, x.list, 0, length, kEverywhere, estimates);
     for (int64_t i = length; i < whole; ++i) {
-        p[i] = -__builtin_inff();
-        weight_grad[i] = estimates[i] = 0;
+        weight[i] = -__builtin_inff();
+        slope[i] = estimates[i] = 0;
     }
     Vec total{}, kept{};
     for (int64_t i = 0; i < whole; i += kLanes) {
-        const Vec term = exp_nonpositive(load(p + i) - normaliser);
-        store(p + i, term);
-        total += term * load(weight_grad + i);
+        const Vec term = exp_nonpositive(load(weight + i) - normaliser);
+        store(weight + i, term);
+        total += term * load(slope + i);
         kept += load(estimates + i);
     }
     const float mean = sum_lanes(total), mass = of.mass - sum_lanes(kept);
     const float mass_grad = mass >= 0 && mass <= 1 ? -mean : 0, share = 1 - clamp_unit(mass);
-    // Weights in place of p, slopes in place of the weights' gradients, the estimates' gradients in place of the estimates.
     for (int64_t i = 0; i < whole; i += kLanes) {
-        const Vec shared = share * load(p + i), dw = load(weight_grad + i);
-        store(p + i, shared - load(estimates + i));
-        store(weight_grad + i, shared * (dw - mean));
-        store(estimates + i, -dw - mass_grad);
+        const Vec shared = share * load(weight + i), dw = load(slope + i);
+        store(weight + i, shared - load(estimates + i));
+        store(slope + i, shared * (dw - mean));
+        store(estimates + i, -dw - mass_grad);  // the estimates' gradients
     }
-    update<V>(x, p, weight_grad, grad, x.list, length, to);
+    gather_sum<V>(slope, vectors, x.keys, x.list, 0, length, kEverywhere, to.q);
     gather_sum<0>(estimates, of.vectors, of.basis, x.list, 0, length, kEverywhere, to.coefficients);
-    scatter<0>(estimates, of.coefficients, of.vectors, x.list, length, to.up);
+    scatter(estimates, of.coefficients, of.vectors, x.list, length, to.up);
     for (int64_t l = 0; l < x.padded; l += kLanes) {
         store(to.coefficients + l, load(to.coefficients + l) + mass_grad * load(x.row_sums + l));
         store(to.sums + l, load(to.sums + l) + mass_grad * load(of.coefficients + l));
@@ -239,61 +223,125 @@ inline void backward_tile(const Attend& f, const ListedHead& x, int64_t first, i
     scatter_tile(weights, lanes, queries, members, width, x.list, length, tokens, facts.absent, to.keys);
 }
 
+// One part of a head.
+struct HeadPart {
+    int64_t b, h, unit, slice, first, last;
+};
+
+inline void store_query_grads(const Backward& call, const ListedHead& x, const HeadPart& at, int64_t count, const Gradients& to) {
+    const Shape& s = call.forward.shape;
+    for (int64_t t = 0; t < count; ++t) {
+        float* out = call.q_grad + (at.unit * s.tokens + x.tokens[t]) * s.head_dim;
+        for (int64_t c = 0; c < s.head_dim; ++c) out[c] = to.q[t * x.width + c] * call.forward.scale;
+        if (!s.landmarks) continue;
+        std::memcpy(call.coefficients_grad + (at.unit * (s.tokens - s.prefix) + x.tokens[t] - s.prefix) * s.landmarks,
+                    to.coefficients + t * x.padded, (size_t)s.landmarks * sizeof(float));
+    }
+}
+
+// Queries with lists of their own, in blocks large enough that most keys have a dozen of each block's connections.
+template <int V>
+Status backward_queries(const Backward& call, ListedHead x, const HeadPart& at, const Gradients& to) {
+    const Attend& f = call.forward;
+    const Shape& s = f.shape;
+    const int64_t vectors = x.width / kLanes, longest = f.list_width < 1 ? 1 : f.list_width;
+    int64_t block = 16 * s.tokens / longest;
+    block = block < 64 ? 64 : block > kMostQueries ? kMostQueries : block;
+    float* queries = take<float>(kQueries, block * x.width);
+    float* grads = take<float>(kGrad, block * x.width);
+    Connections c = take_connections(block * longest, s.tokens);
+    const float* normaliser = f.normaliser + at.unit * s.tokens;
+    int64_t lengths[kMostQueries];
+    for (int64_t start = at.first; start < at.last; start += block) {
+        const int64_t here = at.last - start < block ? at.last - start : block;
+        c.count = 0;
+        for (int64_t i = 0; i < here; ++i) {
+            x.queries = queries + i * x.width;
+            float* grad = grads + i * x.width;
+            int64_t length;
+            const int64_t count = load_group(f, x, at.b, at.h, start + i, &length);
+            if (count < 0) return kBadList;
+            lengths[i] = count ? length : 0;
+            if (!count) continue;
+            const int64_t ahead = x.tokens[0] + kAhead;  // the rows of a query to come, most likely
+            if (ahead < s.tokens) {
+                prefetch_row(f.q, at.b, at.h, ahead, s.head_dim);
+                prefetch_row(call.grad, at.b, at.h, ahead - s.prefix, s.head_dim);
+                if (!s.landmarks) prefetch_row(f.out, at.b, at.h, ahead - s.prefix, s.head_dim);
+            }
+            load_row(call.grad, at.b, at.h, x.tokens[0] - s.prefix, s.head_dim, x.width, 1.0f, grad);
+            std::memset(to.q, 0, (size_t)x.width * sizeof(float));
+            std::memset(to.coefficients, 0, (size_t)x.padded * sizeof(float));
+            float *weight = c.weight + c.count, *slope = c.slope + c.count;
+            if (s.landmarks) {
+                backward_row_with_residual<V>(x, length, grad, normaliser[x.tokens[0]], weight, slope, to);
+            } else {
+                load_row(f.out, at.b, at.h, x.tokens[0] - s.prefix, s.head_dim, x.width, 1.0f, x.out);
+                const float mean = dot(grad, x.out, x.width);
+                backward_row<V>(x, length, grad, normaliser[x.tokens[0]], mean, weight, slope, to.q);
+            }
+            std::memcpy(c.key + c.count, x.list, (size_t)length * sizeof(int32_t));
+            c.count += length;
+            store_query_grads(call, x, at, 1, to);
+        }
+        sort_by_key(c, lengths, here, s.tokens);
+        for (int64_t t = 0; t < s.tokens; ++t) {
+            const int64_t from = c.start[t], count = c.start[t + 1] - from;
+            if (!count) continue;
+            gather_sum<V>(c.weight_by_key + from, vectors, grads, c.query + from, 0, count, kEverywhere, to.values + t * x.width);
+            gather_sum<V>(c.slope_by_key + from, vectors, queries, c.query + from, 0, count, kEverywhere, to.keys + t * x.width);
+        }
+    }
+    return kDone;
+}
+
+Status backward_tiles(const Backward& call, const ListedHead& x, const HeadPart& at, const Gradients& to) {
+    const Attend& f = call.forward;
+    const int64_t room = round_up(f.list_width, kLanes) + 2 * kLanes;
+    float* grad = take<float>(kGrad, f.groups.size * x.width);
+    float* weight_grad = take<float>(kWeightGrad, (room + 1) * kTileLanes);
+    for (int64_t g = at.first; g < at.last; ++g) {
+        int64_t length;
+        const int64_t count = load_group(f, x, at.b, at.h, g, &length);
+        if (count < 0) return kBadList;
+        for (int64_t t = 0; t < count; ++t)
+            load_row(call.grad, at.b, at.h, x.tokens[t] - f.shape.prefix, f.shape.head_dim, x.width, 1.0f, grad + t * x.width);
+        std::memset(to.q, 0, (size_t)(count * x.width) * sizeof(float));
+        std::memset(to.coefficients, 0, (size_t)(count * x.padded) * sizeof(float));
+        for (int64_t t = 0; t < count; t += kTileLanes) {
+            const int64_t here = count - t < kTileLanes ? count - t : kTileLanes;
+            Gradients part = to;
+            part.q += t * x.width;
+            part.coefficients += t * x.padded;
+            backward_tile(f, x, t, here, length, grad + t * x.width, weight_grad, part);
+        }
+        store_query_grads(call, x, at, count, to);
+    }
+    return kDone;
+}
+
 template <int V>
 Status backward_head(const Backward& call, int64_t b, int64_t h, int64_t part) {
     const Attend& f = call.forward;
     const Shape& s = f.shape;
     const ListedHead x = listed_head(f, b, h);
     const int64_t unit = b * s.heads + h, slice = unit * call.parts + part, n = s.tokens;
-    const int64_t rows = f.groups.size, room = round_up(f.list_width, kLanes) + 2 * kLanes;
-    float* grad = take<float>(kGrad, rows * x.width);
-    float* q_grad = take<float>(kQueryGrad, rows * x.width);
-    float* coefficients_grad = take<float>(kCoefficientsGrad, rows * x.padded);
-    float* weight_grad = take<float>(kWeightGrad, (room + 1) * kTileLanes);
-    float* keys_grad = take<float>(kKeysGrad, n * x.width);
-    float* values_grad = take<float>(kValuesGrad, n * x.width);
-    std::memset(keys_grad, 0, (size_t)(n * x.width) * sizeof(float));
-    std::memset(values_grad, 0, (size_t)(n * x.width) * sizeof(float));
-    float* up_grad = call.up_grad + slice * n * x.padded;
-    float* sums_grad = call.row_sums_grad + slice * x.padded;
-    const float* normaliser = f.normaliser + unit * n;
-    const int64_t first = f.groups.count * part / call.parts, last = f.groups.count * (part + 1) / call.parts;
-    for (int64_t g = first; g < last; ++g) {
-        int64_t length;
-        const int64_t count = load_group(f, x, b, h, g, &length);
-        if (count < 0) return kBadList;
-        for (int64_t t = 0; t < count; ++t)
-            load_row(call.grad, b, h, x.tokens[t] - s.prefix, s.head_dim, x.width, 1.0f, grad + t * x.width);
-        std::memset(q_grad, 0, (size_t)(count * x.width) * sizeof(float));
-        std::memset(coefficients_grad, 0, (size_t)(count * x.padded) * sizeof(float));
-        if (rows == 1 && !f.adds_self) {
-            const Gradients to{q_grad, coefficients_grad, keys_grad, values_grad, up_grad, sums_grad};
-            if (count && s.landmarks) {
-                backward_row_with_residual<V>(x, length, grad, normaliser[x.tokens[0]], weight_grad, to);
-            } else if (count) {
-                load_row(f.out, b, h, x.tokens[0] - s.prefix, s.head_dim, x.width, 1.0f, x.out);
-                backward_row<V>(x, length, grad, normaliser[x.tokens[0]], dot(grad, x.out, x.width), weight_grad, to);
-            }
-        } else {
-            for (int64_t t = 0; t < count; t += kTileLanes) {
-                const int64_t here = count - t < kTileLanes ? count - t : kTileLanes;
-                backward_tile(f, x, t, here, length, grad + t * x.width, weight_grad,
-                              {q_grad + t * x.width, coefficients_grad + t * x.padded, keys_grad, values_grad, up_grad,
-                               sums_grad});
-            }
-        }
-        for (int64_t t = 0; t < count; ++t) {
-            float* to = call.q_grad + (unit * n + x.tokens[t]) * s.head_dim;
-            for (int64_t c = 0; c < s.head_dim; ++c) to[c] = q_grad[t * x.width + c] * f.scale;
-            if (!s.landmarks) continue;
-            std::memcpy(call.coefficients_grad + (unit * (n - s.prefix) + x.tokens[t] - s.prefix) * s.landmarks,
-                        coefficients_grad + t * x.padded, (size_t)s.landmarks * sizeof(float));
-        }
-    }
+    const HeadPart at{b, h, unit, slice, f.groups.count * part / call.parts, f.groups.count * (part + 1) / call.parts};
+    const Gradients to{take<float>(kQueryGrad, f.groups.size * x.width),
+                       take<float>(kCoefficientsGrad, f.groups.size * x.padded),
+                       take<float>(kKeysGrad, n * x.width),
+                       take<float>(kValuesGrad, n * x.width),
+                       call.up_grad + slice * n * x.padded,
+                       call.row_sums_grad + slice * x.padded};
+    std::memset(to.keys, 0, (size_t)(n * x.width) * sizeof(float));
+    std::memset(to.values, 0, (size_t)(n * x.width) * sizeof(float));
+    const bool shared = f.groups.size > 1 || f.adds_self;
+    const Status status = shared ? backward_tiles(call, x, at, to) : backward_queries<V>(call, x, at, to);
+    if (status != kDone) return status;
     for (int64_t t = 0; t < n; ++t) {
         const size_t bytes = (size_t)s.head_dim * sizeof(float);
-        std::memcpy(call.k_grad + (slice * n + t) * s.head_dim, keys_grad + t * x.width, bytes);
-        std::memcpy(call.v_grad + (slice * n + t) * s.head_dim, values_grad + t * x.width, bytes);
+        std::memcpy(call.k_grad + (slice * n + t) * s.head_dim, to.keys + t * x.width, bytes);
+        std::memcpy(call.v_grad + (slice * n + t) * s.head_dim, to.values + t * x.width, bytes);
     }
     return kDone;
 }

@@ -9,7 +9,7 @@
 namespace sparsifiner::SPARSIFINER_ISA {
 namespace {
 
-constexpr int64_t kQueryBlock = 16;  // queries whose coefficients are computed together
+constexpr int64_t kQueryBlock = 24;  // queries whose coefficients are computed together
 
 // How many parts a head's groups are cut into: one, unless the heads do not keep the threads busy. Every part packs
 // the head's keys anew, so parts are few.

@@ -16,7 +16,8 @@ enum Slot {
     kCoefficients, kLowRank, kOut, kScores, kList, kWeights, kEstimates, kMean, kTokens, kTileQueries, kTileWeights,
     kTileCoefficients, kTileEstimates, kGradRows, kKeysGrad, kValuesGrad, kPicked, kEvery, kWeightGrad,
     kGrad, kQueryGrad, kCoefficientsGrad, kScoreKeys, kNarrowKeys,
-    kNarrowValues,
+    kNarrowValues, kConnectionKey, kConnectionWeight, kConnectionSlope, kKeyStart, kConnectionQuery, kWeightByKey,
+    kSlopeByKey,
 };
 
 template <class T>

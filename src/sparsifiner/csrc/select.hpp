@@ -114,12 +114,14 @@ SPARSIFINER_INLINE Vec keys_at_least(const int16_t* keys, int64_t width, int32_t
     SVec a{}, b{};
     const SVec cut = (int16_t)(key - 1) - SVec{};
     int64_t i = 0;
-    for (; i + 2 * kWide <= width; i += 2 * kWide) {
+    for (; i + 4 * kWide <= width; i += 4 * kWide) {
         a -= *reinterpret_cast<const LooseSVec*>(keys + i) > cut;
         b -= *reinterpret_cast<const LooseSVec*>(keys + i + kWide) > cut;
+        a -= *reinterpret_cast<const LooseSVec*>(keys + i + 2 * kWide) > cut;
+        b -= *reinterpret_cast<const LooseSVec*>(keys + i + 3 * kWide) > cut;
     }
-    if (i < width) a -= *reinterpret_cast<const LooseSVec*>(keys + i) > cut;
-    return add_pairs(a) + add_pairs(b);
+    for (; i < width; i += kWide) a -= *reinterpret_cast<const LooseSVec*>(keys + i) > cut;
+    return add_pairs(a + b);  // a lane counts to n / 16: far from the end of 16 bits
 }
 
 // Where scores tie at the cut no value is reached by exactly B: the excess is taken out, the highest indices first.

@@ -39,8 +39,8 @@ class Timing:
     runs: int
 
 
-def take_turns(candidates: dict[str, Callable[[], object]], seconds: float) -> dict[str, Timing]:
-    """Runs the candidates by turns for about ``seconds`` each, at least five times.
+def take_turns(candidates: dict[str, Callable[[], object]], seconds: float, least: int = 5) -> dict[str, Timing]:
+    """Runs the candidates by turns for about ``seconds`` each, and at least ``least`` times.
 
     On one thread the clock is the thread's CPU time, which other processes do not enter.
     """
@@ -49,7 +49,7 @@ def take_turns(candidates: dict[str, Callable[[], object]], seconds: float) -> d
     for run in candidates.values():  # warm up
         run()
     end = time.perf_counter() + seconds * len(candidates)
-    while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
+    while time.perf_counter() < end or len(next(iter(times.values()))) < least:
         for name, run in candidates.items():
             start = clock()
             run()
@@ -326,5 +326,6 @@ def core_share(student: nn.Module, images: Tensor, seconds: float) -> float:
                 "core": lambda: functional.scaled_dot_product_attention(p.q, p.k, p.v, scale=p.scale),
             },
             seconds,
+            least=3,
         )
     return len(layers) * times["core"].minimum / times["model"].minimum

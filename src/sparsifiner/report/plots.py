@@ -41,7 +41,8 @@ def speed_ups(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_xlabel("tokens")
     axes.set_ylabel("speed-up over dense attention (SDPA)")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, frameon=False)
+    axes.set_ylim(top=1.6 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(fontsize=8, frameon=False, loc="upper left")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     with replacing(path) as temporary:
