@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from common import RESULTS, environment
+from sparsifiner.config import budget as budget_of
 from sparsifiner.files import replacing
 from sparsifiner.inspect import speed
 from sparsifiner.nn.grid import landmark_pooling
@@ -38,7 +39,7 @@ def problem(side: int) -> speed.Problem:
 def measure(form: str, side: int) -> None:
     """In the child: prints MiB."""
     p = problem(side)
-    budget = speed.budget_of(KEEP, p.q.shape[2])
+    budget = budget_of(KEEP, p.q.shape[2])
     small = problem(8)
     runs = {
         "dense (SDPA)": lambda p: functional.scaled_dot_product_attention(p.q, p.k, p.v),

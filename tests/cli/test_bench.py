@@ -8,6 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from sparsifiner.cli.main import app
+from sparsifiner.config import budget as budget_of
 from sparsifiner.inspect import speed
 
 FAST = ["--seconds", "0.01", "--threads", "1", "--batch", "1", "--heads", "2", "--head-dim", "16", "--n-down", "9"]
@@ -66,7 +67,7 @@ def test_bad_input(arguments, message):
 
 def test_the_slow_ways_compute_the_same():
     p = speed.simulate(1, 2, (6, 6), 16, 9)
-    budget = speed.budget_of(0.25, 37)
+    budget = budget_of(0.25, 37)
     expected = speed.fused(p, budget, None, False)()
     torch.testing.assert_close(speed.masked_dense(p, budget), expected, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(speed.gathered(p, budget, None, False, "eager"), expected, rtol=1e-3, atol=1e-4)

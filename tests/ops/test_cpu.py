@@ -1,5 +1,6 @@
 """The fused kernels against the reference in float64: every row of every batch element, every gradient."""
 
+import dataclasses
 import threading
 
 import hypothesis
@@ -509,21 +510,35 @@ def test_lists_out_of_bounds_are_refused():
 
 
 def test_weights_packed_for_other_lanes_are_refused():
-    native = cpu.native()
-    best = native.instruction_set()
-    if native.instruction_sets() == ["baseline"]:
-        pytest.skip("this machine has one instruction set")
     packed = cpu.pack(torch.rand(1, 3, 26), torch.rand(1, 3, 26), 0.0)
     members = query_groups((5, 5), 1, None, torch.device("cpu"))
     x = torch.randn(1, 1, 26, 8)
-    native.use("baseline")
-    try:
-        with pytest.raises(BackendError, match="pack them again"):
-            cpu.fused(x, x, x, packed, members, budget=2, tau=0.0, scale=1.0, num_prefix=1, residual=True)
-    finally:
-        native.use(best)
+    other = dataclasses.replace(packed, up=packed.up[..., :-1])
+    with pytest.raises(BackendError, match="pack them again"):
+        cpu.fused(x, x, x, other, members, budget=2, tau=0.0, scale=1.0, num_prefix=1, residual=True)
     with pytest.raises(ValueError, match="cannot run the instruction set avx1024"):
-        native.use("avx1024")
+        cpu.native().use("avx1024")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": torch.randn(1, 1, 25, 8)}, "differ"),
+        ({"v": torch.randn(1, 1, 26, 8).bfloat16()}, "differ"),
+        ({"members": torch.tensor([[26]])}, "members must be patch tokens, 1 to 25"),
+        ({"members": torch.tensor([[0]])}, "members must be patch tokens"),
+        ({"members": torch.tensor([[-2]])}, "members must be patch tokens"),
+        ({"positions": torch.full((1, 26), 26)}, r"positions must be \[1, 26\]"),
+        ({"positions": torch.zeros(1, 25)}, r"positions must be \[1, 26\]"),
+        ({"packed": cpu.pack(torch.rand(1, 3, 30), torch.rand(1, 3, 30), 0.0)}, "the weights know 30 tokens and 26"),
+    ],
+)
+def test_nothing_out_of_bounds_goes_down(change, message):
+    x = torch.randn(1, 1, 26, 8)
+    arguments = {"q": x, "k": x, "v": x, "packed": cpu.pack(torch.rand(1, 3, 26), torch.rand(1, 3, 26), 0.0)}
+    arguments["members"] = query_groups((5, 5), 1, None, x.device)
+    with pytest.raises(BackendError, match=message):
+        cpu.fused(**(arguments | change), budget=2, tau=0.0, scale=1.0, num_prefix=1, residual=True)
 
 
 @pytest.mark.parametrize(
@@ -565,6 +580,12 @@ def test_keys_and_values_in_16_bits(tile, head_dim):
     keywords = {"budget": 20, "tau": 0.01, "scale": 0.2, "num_prefix": 1, "residual": True}
     held = cpu.fused(q, k, v, packed, members, narrow=True, **keywords)
     torch.testing.assert_close(held, cpu.fused(q, k, v, packed, members, **keywords), rtol=1e-4, atol=1e-5)
+    rough = torch.randn_like(v)  # values only: landmarks are made of keys
+    plain = keywords | {"residual": False}
+    held = cpu.fused(q, k, rough, packed, members, narrow=True, **plain)
+    rounded = cpu.fused(q, k, rough.bfloat16().float(), packed, members, **plain)
+    torch.testing.assert_close(held, rounded, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(held, cpu.fused(q, k, rough, packed, members, **plain), rtol=1e-4, atol=1e-5)
     odd = v.clone()
     odd[0, 0, 5, 0], odd[1, 1, 9, 1] = torch.nan, torch.finfo(torch.float32).max  # which rounds to infinity
     out = cpu.fused(q, k, odd, packed, members, narrow=True, **keywords)

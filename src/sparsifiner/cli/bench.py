@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sparsifiner.cli import common
+from sparsifiner.config import budget as budget_of
 from sparsifiner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ def operator_rows(
     if baselines:
         add("dense, naive", lambda: torch.softmax(p.q @ p.k.mT * p.scale, -1) @ p.v)
     for keep in keeps:
-        budget = speed.budget_of(keep, n)
+        budget = budget_of(keep, n)
         if baselines:
             add(f"dense + mask, keep {keep:g}", lambda budget=budget: speed.masked_dense(p, budget), keep=keep)
             gather = lambda budget=budget: speed.gathered(p, budget, None, residual, "eager")  # noqa: E731
@@ -145,7 +146,7 @@ def operator_rows(
             about = settings[name]
             row = _row(name, p, about, timing, times["dense (SDPA)"])
             if "tile" in about:
-                dense, sparse = speed.multiply_adds(p, speed.budget_of(about["keep"], n), about["tile"], residual)
+                dense, sparse = speed.multiply_adds(p, budget_of(about["keep"], n), about["tile"], residual)
                 row["macs_ratio"] = dense / sparse
                 row["achieved"] = row["speed_up"] / row["macs_ratio"]
             rows.append(row)
@@ -159,7 +160,7 @@ def backward_rows(p: Problem, keeps, tiles, residual: bool, seconds: float) -> l
     rows = []
     for keep in keeps:
         for tile in tiles:
-            runs = speed.backward_runs(p, speed.budget_of(keep, p.q.shape[2]), tile, residual)
+            runs = speed.backward_runs(p, budget_of(keep, p.q.shape[2]), tile, residual)
             times = speed.take_turns(runs, seconds)
             about = {"keep": keep, "tile": tile, "residual": residual}
             name = f"backward, keep {keep:g}" + (f", tile {tile[0]}x{tile[1]}" if tile else "")

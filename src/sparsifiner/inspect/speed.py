@@ -7,7 +7,6 @@ slow moment hits all of them, and a speed is only ever a ratio within one measur
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +20,8 @@ from sparsifiner.errors import ConfigError
 from sparsifiner.inspect.observe import observing
 from sparsifiner.nn.grid import landmark_pooling
 from sparsifiner.ops import cpu, reference
-from sparsifiner.ops.attention import predict, sparse_attention
-from sparsifiner.ops.connectivity import low_rank_attention, query_groups
+from sparsifiner.ops.attention import Residual, predict, sparse_attention
+from sparsifiner.ops.connectivity import Connectivity, low_rank_attention, query_groups
 from sparsifiner.ops.eager import top_budget
 
 Tile = tuple[int, int] | None
@@ -189,9 +188,8 @@ def flex(p: Problem, budget: int) -> Callable[[], Tensor] | str:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
 
 
-def gathered(p: Problem, budget: int, tile: Tile, residual: bool, backend: str) -> Tensor:
-    """Lists first, then attention over them: the eager backend's way, and training's."""
-    connectivity, estimate = predict(
+def _connect(p: Problem, budget: int, tile: Tile, backend: str) -> tuple[Connectivity, Residual]:
+    return predict(
         p.q,
         p.k,
         p.w_down,
@@ -204,6 +202,11 @@ def gathered(p: Problem, budget: int, tile: Tile, residual: bool, backend: str) 
         tile=tile,
         backend=backend,
     )
+
+
+def gathered(p: Problem, budget: int, tile: Tile, residual: bool, backend: str) -> Tensor:
+    """Lists first, then attention over them: the eager backend's way, and training's."""
+    connectivity, estimate = _connect(p, budget, tile, backend)
     return sparse_attention(p.q, p.k, p.v, connectivity, residual=estimate if residual else None, backend=backend)
 
 
@@ -234,19 +237,7 @@ def multiply_adds(p: Problem, budget: int, tile: Tile, residual: bool) -> tuple[
     """Of dense and of sparse attention, per call; connections and densities as they are in these inputs."""
     batch, heads, n, d = p.q.shape
     m, patches = p.w_down.shape[1], n - p.num_prefix
-    connectivity, estimate = predict(
-        p.q,
-        p.k,
-        p.w_down,
-        p.w_up,
-        budget=budget,
-        grid=p.grid,
-        num_prefix=p.num_prefix,
-        tau=p.tau,
-        basis_threshold=p.basis_threshold,
-        tile=tile,
-        backend="sparse",
-    )
+    connectivity, estimate = _connect(p, budget, tile, "sparse")
     connections = float(connectivity.connections().sum())
     survivors = float((estimate.a_down > p.tau).double().mean())
     basis = float((p.w_up > p.basis_threshold).double().mean())
@@ -263,19 +254,7 @@ def backward_runs(p: Problem, budget: int, tile: Tile, residual: bool) -> dict[s
     """The backward passes alone, of SDPA and of attention over lists, on the same inputs."""
     q, k, v = inputs = [x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v)]
     dense = functional.scaled_dot_product_attention(q, k, v, scale=p.scale)
-    connectivity, estimate = predict(
-        p.q,
-        p.k,
-        p.w_down,
-        p.w_up,
-        budget=budget,
-        grid=p.grid,
-        num_prefix=p.num_prefix,
-        tau=p.tau,
-        basis_threshold=p.basis_threshold,
-        tile=tile,
-        backend="cpu",
-    )
+    connectivity, estimate = _connect(p, budget, tile, "cpu")
     batch, heads, n, _ = p.q.shape
     nothing = p.q.new_empty(batch, heads, n - p.num_prefix, 0), p.q.new_empty(heads, 0, n)
     low_rank = (estimate.a_down, estimate.w_up) if residual else nothing
@@ -288,11 +267,6 @@ def backward_runs(p: Problem, budget: int, tile: Tile, residual: bool) -> dict[s
         "dense": lambda: torch.autograd.grad(dense, inputs, direction, retain_graph=True),
         "sparse": lambda: torch.autograd.grad(sparse, wanted, sparse_direction, retain_graph=True),
     }
-
-
-def budget_of(keep: float, n: int) -> int:
-    """B for a share of the tokens."""
-    return max(1, math.ceil(keep * n - 1e-9))
 
 
 def model_runs(student: nn.Module, images: Tensor, forms: dict[str, dict[str, Any]]) -> dict[str, Callable[[], object]]:

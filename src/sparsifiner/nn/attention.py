@@ -123,13 +123,12 @@ class SparseAttention(nn.Module):
             return self.host(x, **masked)
         if attn_mask is not None or is_causal:
             raise ConfigError("sparse attention takes no attention mask: set keep=1.0, or call it without one")
-        decision = None
-        if self._may_go_dense(x):
-            decision = cost.known(self._shape(x))
-            if decision is not None and not decision.pays:
-                return self.host(x)
+        free = self._may_go_dense(x)
+        decision = cost.known(self._shape(x)) if free else None
+        if decision is not None and not decision.pays:
+            return self.host(x)
         q, k, v = self.adapter.qkv(self.host, x)
-        if decision is None and self._may_go_dense(x):
+        if free and decision is None:
             self._measure(x, q, k, v)
         return self.adapter.project(self.host, self.attend(q, k, v), x)
 

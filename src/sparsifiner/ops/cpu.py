@@ -207,8 +207,11 @@ def _native_weights(landmarks: int, tensors: tuple[Tensor, ...]):
     )
 
 
-def _groups(members: Tensor):
+def _groups(members: Tensor, num_tokens: int, num_prefix: int):
     """The native groups; ``members`` is int32, contiguous, and must live as long."""
+    # The kernels write where the members say.
+    if bool(((members >= num_tokens) | ((members < num_prefix) & (members != -1))).any()):
+        raise BackendError(f"members must be patch tokens, {num_prefix} to {num_tokens - 1}, or -1")
     return native().Groups(members.data_ptr(), *members.shape)
 
 
@@ -244,8 +247,17 @@ def _fused(
     landmarks = basis.shape[1]
     q, k, v = _rows(q), _rows(k), _rows(v)
     out = _new_output(q)
+    if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype):
+        raise BackendError(f"queries, keys and values differ: {[(tuple(x.shape), x.dtype) for x in (q, k, v)]}")
+    known = up.shape[1]
+    where = None
+    if positions is not None:
+        where = positions.int().contiguous()
+        if where.shape != (batch, n) or bool(((where < 0) | (where >= known)).any()):
+            raise BackendError(f"positions must be [{batch}, {n}] numbers of the {known} tokens the weights know")
+    elif n != known:
+        raise BackendError(f"the weights know {known} tokens and {n} came in: pass their positions")
     members = members.int().contiguous()
-    where = None if positions is None else positions.int().contiguous()
     native().fused(
         (batch, heads, n, head_dim, landmarks, num_prefix),
         _view(q),
@@ -253,7 +265,7 @@ def _fused(
         _view(v),
         _view(out),
         _native_weights(landmarks, (up, basis, occupied, row_sums, down, start, landmark, value)),
-        _groups(members),
+        _groups(members, known, num_prefix),
         0 if where is None else where.data_ptr(),
         min(budget, n),
         tau,
@@ -343,7 +355,7 @@ def select(
         (batch, heads, n, 1, landmarks, num_prefix),
         coefficients.data_ptr(),
         weights,
-        _groups(members),
+        _groups(members, n, num_prefix),
         min(budget, n),
         width,
         tau,
@@ -393,7 +405,7 @@ class _Call:
             up.data_ptr(),
             row_sums.data_ptr(),
             self.padded,
-            _groups(members),
+            _groups(members, n, num_prefix),
             lists.data_ptr(),
             lists.shape[-1],
             adds_self,
