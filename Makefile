@@ -48,7 +48,7 @@ sanitize: $(READY)
 	cmake --build $(SANITIZED) --parallel 2
 	SPARSIFINER_NATIVE="$$(ls $(abspath $(SANITIZED))/_native*.so)" ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	$(BIN)/python -m pytest -q tests/ops/test_cpu.py tests/nn/test_attention.py -k "not compiles"
+	$(BIN)/python -m pytest -q --capture=sys tests/ops/test_cpu.py tests/nn/test_attention.py -k "not compiles"
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

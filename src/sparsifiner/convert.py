@@ -117,7 +117,11 @@ def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
 def restore(student: nn.Module) -> nn.Module:
     """A dense copy of a converted model: the host again, with its own state-dict keys and current weights."""
     conversion_of(student)
-    dense = copy.deepcopy(student)
+    return restore_in_place(copy.deepcopy(student))
+
+
+def restore_in_place(dense: nn.Module) -> nn.Module:
+    """Makes a converted model the host again, itself."""
     conversion_of(dense).watcher.remove()
     delattr(dense, _RECORD)
     for parent in list(dense.modules()):

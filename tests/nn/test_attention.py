@@ -150,3 +150,13 @@ def test_compiles_as_one_graph(student, photos):
         torch.testing.assert_close(compiled(photos), student(photos), rtol=1e-4, atol=1e-5)
         with torch.no_grad():
             torch.testing.assert_close(compiled(photos), student(photos), rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_narrow_holds_keys_and_values_in_16_bits(student, photos):
+    sp.reconfigure(student, backend="cpu")
+    whole = student(photos)
+    sp.reconfigure(student, narrow=True)
+    held = student(photos)
+    assert not torch.equal(held, whole)
+    torch.testing.assert_close(held, whole, rtol=0.05, atol=0.02)

@@ -1,4 +1,4 @@
-"""`backend="auto"`: which form runs is measured once per shape."""
+"""`backend="auto"`: which form runs is measured once per layer and shape."""
 
 import time
 
@@ -6,15 +6,9 @@ import pytest
 import torch
 
 import sparsifiner as sp
+from sparsifiner.convert import sparse_layers
 from sparsifiner.nn.attention import SparseAttention
 from sparsifiner.ops import cost
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    cost.forget()
-    yield
-    cost.forget()
 
 
 @pytest.mark.parametrize(("slow", "pays"), [("dense", True), ("sparse", False)])
@@ -25,9 +19,10 @@ def test_the_faster_form_wins_and_is_remembered(slow, pays):
         calls.append(name)
         time.sleep(0.005 if name == slow else 0)
 
-    decision = cost.decide("a shape", lambda: run("sparse"), lambda: run("dense"))
+    decisions = cost.Decisions()
+    decision = decisions.decide("a shape", lambda: run("sparse"), lambda: run("dense"))
     assert decision.pays is pays
-    assert cost.known("a shape") == decision
+    assert decisions.known("a shape") == decision
     assert calls == ["sparse", "dense"] * (cost.REPEATS + 1)
 
 
@@ -49,7 +44,7 @@ def test_auto_follows_the_measurement(pays, vit, photos, monkeypatch):
         dense, sparse = vit(photos), student(photos)
     assert not torch.equal(dense, sparse)
     assert torch.equal(out, sparse if pays else dense)
-    assert len(cost._decisions) == 1  # one shape, however many layers
+    assert [len(layer.costs) for layer in sparse_layers(student)] == [1, 1]
 
 
 @pytest.mark.usefixtures("free")

@@ -64,7 +64,7 @@ def bench(
     if tile != "none":
         tiles.append(common.parse_tile(tile))
     if model is not None or checkpoint is not None:
-        rows = _model_rows(model, checkpoint, image_size, keeps, tiles, residual, batch, seconds)
+        rows = _model_rows(model, checkpoint, image_size, keeps, tiles, residual, batch, seconds, narrow)
     else:
         sides = [int(side) for side in common.parse_numbers(tokens, "--tokens")]
         rows = []
@@ -193,7 +193,7 @@ def _row(name: str, p: Problem, about: dict[str, Any], timing, dense) -> dict[st
     }
 
 
-def _model_rows(model, checkpoint, image_size, keeps, tiles, residual, batch, seconds) -> list[dict[str, Any]]:
+def _model_rows(model, checkpoint, image_size, keeps, tiles, residual, batch, seconds, narrow) -> list[dict[str, Any]]:
     import torch
 
     import sparsifiner as sp
@@ -209,10 +209,12 @@ def _model_rows(model, checkpoint, image_size, keeps, tiles, residual, batch, se
     expected = conversion_of(student).host.image_size(student)
     channels = next(weight.shape[1] for weight in student.parameters() if weight.ndim == 4)  # of the first convolution
     images = torch.randn(batch, channels, *((image_size, image_size) if image_size else expected))
-    return model_rows(student.eval(), images, keeps, tiles, residual, seconds)
+    return model_rows(student.eval(), images, keeps, tiles, residual, seconds, narrow=narrow)
 
 
-def model_rows(student, images, keeps, tiles, residual: bool, seconds: float) -> list[dict[str, Any]]:
+def model_rows(
+    student, images, keeps, tiles, residual: bool, seconds: float, *, narrow: bool = False, backend: str = "sparse"
+) -> list[dict[str, Any]]:
     """A whole model in several forms, with the ceiling that Amdahl's law sets."""
     from sparsifiner.inspect import speed
 
@@ -220,7 +222,7 @@ def model_rows(student, images, keeps, tiles, residual: bool, seconds: float) ->
     for keep in keeps:
         for tile in tiles:
             name = f"sparse, keep {keep:g}" + (f", tile {tile[0]}x{tile[1]}" if tile else "")
-            forms[name] = {"keep": keep, "tile": tile, "residual": residual}
+            forms[name] = {"keep": keep, "tile": tile, "residual": residual, "narrow": narrow, "backend": backend}
     times = speed.take_turns(speed.model_runs(student, images, forms), seconds, least=3)
     share = speed.core_share(student, images, seconds)
     p = speed.problem_from(student, images[:1], (0,))

@@ -271,7 +271,7 @@ Status backward_queries(const Backward& call, ListedHead x, const HeadPart& at, 
             }
             load_row(call.grad, at.b, at.h, x.tokens[0] - s.prefix, s.head_dim, x.width, 1.0f, grad);
             std::memset(to.q, 0, (size_t)x.width * sizeof(float));
-            std::memset(to.coefficients, 0, (size_t)x.padded * sizeof(float));
+            if (s.landmarks) std::memset(to.coefficients, 0, (size_t)x.padded * sizeof(float));
             float *weight = c.weight + c.count, *slope = c.slope + c.count;
             if (s.landmarks) {
                 backward_row_with_residual<V>(x, length, grad, normaliser[x.tokens[0]], weight, slope, to);
@@ -307,7 +307,7 @@ Status backward_tiles(const Backward& call, const ListedHead& x, const HeadPart&
         for (int64_t t = 0; t < count; ++t)
             load_row(call.grad, at.b, at.h, x.tokens[t] - f.shape.prefix, f.shape.head_dim, x.width, 1.0f, grad + t * x.width);
         std::memset(to.q, 0, (size_t)(count * x.width) * sizeof(float));
-        std::memset(to.coefficients, 0, (size_t)(count * x.padded) * sizeof(float));
+        if (f.shape.landmarks) std::memset(to.coefficients, 0, (size_t)(count * x.padded) * sizeof(float));
         for (int64_t t = 0; t < count; t += kTileLanes) {
             const int64_t here = count - t < kTileLanes ? count - t : kTileLanes;
             Gradients part = to;

@@ -131,8 +131,12 @@ Status fused_head(const Fused& f, int64_t b, int64_t h, int64_t part, int64_t pa
                 take<float>(kTileCoefficients, padded * lanes), take<float>(kTileEstimates, (room + 1) * lanes)};
     }
     uint64_t survivors[2];
-    float guesses[kQueryBlock];  // where the last block's rows were cut
-    for (float& guess : guesses) guess = 0.01f;
+    // Where rows were cut before. Neighbours in the grid have much the same scores, and the one above is further back than the
+    // rows searched together. As if grids were square: only speed depends on it.
+    int64_t across = 1;
+    while ((across + 1) * (across + 1) <= f.groups.count) ++across;
+    float* guesses = take<float>(kGuesses, across);
+    for (int64_t i = 0; i < across; ++i) guesses[i] = 0.01f;
     const int64_t first = f.groups.count * part / parts, last = f.groups.count * (part + 1) / parts;
     for (int64_t g = first; g < last; g += block) {
         int64_t count = 0;
@@ -178,7 +182,8 @@ Status fused_head(const Fused& f, int64_t b, int64_t h, int64_t part, int64_t pa
                 for (int64_t r = 0; r < here; ++r) {
                     const float* row = coefficients + (start + r) * padded;
                     survivors_of(row, padded, f.tau, survivors);
-                    scored[r] = {scores + r * head.basis.width, keys16 + r * head.basis.width, bits(guesses[start + r]), 0, 0};
+                    scored[r] = {scores + r * head.basis.width, keys16 + r * head.basis.width,
+                                 bits(guesses[(g + start + r) % across]), 0, 0};
                     score_row(head.basis, row, survivors, scored[r]);
                 }
                 float cuts[kLanes];
@@ -186,9 +191,9 @@ Status fused_head(const Fused& f, int64_t b, int64_t h, int64_t part, int64_t pa
                 for (int64_t t = start; t < start + here; ++t) {
                     int32_t* own = list + t * room;
                     const ScoreRow& row = scored[t - start];
-                    if (row.positive > f.budget) guesses[t] = cuts[t - start];
+                    if (row.positive > f.budget) guesses[(g + t) % across] = cuts[t - start];
                     lengths[t] = write_list(row.scores, head.basis.width, cuts[t - start], s.prefix, tokens[t], own);
-                    for (int i = 0; i < kLanes; ++i) own[lengths[t] + i] = 0;
+                    *reinterpret_cast<LooseIVec*>(own + lengths[t]) = IVec{};
                 }
             }
             for (int64_t limit = span; limit < n + span; limit += span)

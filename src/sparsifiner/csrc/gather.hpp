@@ -89,6 +89,12 @@ SPARSIFINER_INLINE int64_t gather_sum(const float* weights, int64_t vectors, con
     return end;
 }
 
+// Fills up the last vector of `count` elements. Whole vectors are stored: a load that spans smaller stores waits for them.
+SPARSIFINER_INLINE void fill_last(float* row, int64_t count, float with) {
+    const int64_t whole = count / kLanes * kLanes;
+    if (whole < count) store(row + whole, iota() < (int32_t)(count - whole) ? load(row + whole) : splat(with));
+}
+
 struct SoftmaxFacts {
     float highest;
     float sum;
@@ -96,7 +102,7 @@ struct SoftmaxFacts {
 
 // logits -> exp(logit - highest), padding to a whole vector -> 0.
 SPARSIFINER_INLINE SoftmaxFacts softmax_terms(float* logits, int64_t count) {
-    for (int64_t i = count; i < round_up(count, kLanes); ++i) logits[i] = -__builtin_inff();
+    fill_last(logits, count, -__builtin_inff());
     Vec top = splat(-__builtin_inff());
     for (int64_t i = 0; i < count; i += kLanes) top = larger(load(logits + i), top);
     const float highest = max_lanes(top);
@@ -128,7 +134,7 @@ SPARSIFINER_INLINE SoftmaxFacts weigh_row(float* weights, int64_t count, const E
         for (int64_t i = 0; i < count; i += kLanes) store(weights + i, load(weights + i) * share);
         return facts;
     }
-    for (int64_t i = count; i < round_up(count, kLanes); ++i) estimates[i] = 0;
+    fill_last(estimates, count, 0);
     Vec kept{};
     for (int64_t i = 0; i < count; i += kLanes) kept += load(estimates + i);
     const float dropped = clamp_unit(estimate->mass - sum_lanes(kept));

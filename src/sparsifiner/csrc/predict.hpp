@@ -15,7 +15,7 @@ enum Slot {
     kKeys, kValues, kKeyLandmarks, kKeyLandmarksT, kValueLandmarks, kUp, kBasis, kOccupied, kInverse, kQueries,
     kCoefficients, kLowRank, kOut, kScores, kList, kWeights, kEstimates, kMean, kTokens, kTileQueries, kTileWeights,
     kTileCoefficients, kTileEstimates, kGradRows, kKeysGrad, kValuesGrad, kPicked, kEvery, kWeightGrad,
-    kGrad, kQueryGrad, kCoefficientsGrad, kScoreKeys, kNarrowKeys,
+    kGrad, kQueryGrad, kCoefficientsGrad, kScoreKeys, kGuesses, kNarrowKeys,
     kNarrowValues, kConnectionKey, kConnectionWeight, kConnectionSlope, kKeyStart, kConnectionQuery, kWeightByKey,
     kSlopeByKey,
 };

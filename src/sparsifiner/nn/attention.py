@@ -85,6 +85,7 @@ class SparseAttention(nn.Module):
         self.predictor.to(reference.device, reference.dtype)
         self.always_dense = False
         self.observers: list[Callable[[Observation], None]] = []
+        self.costs = cost.Decisions()
         self._groups: tuple[tuple, Tensor] | None = None  # of the last grid and tile
         self.core: Core | None = None  # stands in for predict-and-attend: oracles and baselines to compare with
         self.configure(config, keep)
@@ -124,7 +125,7 @@ class SparseAttention(nn.Module):
         if attn_mask is not None or is_causal:
             raise ConfigError("sparse attention takes no attention mask: set keep=1.0, or call it without one")
         free = self._may_go_dense(x)
-        decision = cost.known(self._shape(x)) if free else None
+        decision = self.costs.known(self._shape(x)) if free else None
         if decision is not None and not decision.pays:
             return self.host(x)
         q, k, v = self.adapter.qkv(self.host, x)
@@ -146,14 +147,21 @@ class SparseAttention(nn.Module):
     def _shape(self, x: Tensor) -> tuple:
         """All that the cost depends on, but for what is in the images."""
         batch, n, _ = x.shape
-        own = (self.num_heads, self.head_dim, self.budget(n), self.config.tile, self.config.residual)
+        own = (
+            self.num_heads,
+            self.head_dim,
+            self.budget(n),
+            self.config.tile,
+            self.config.residual,
+            self.config.narrow,
+        )
         return (batch, n, *own, self.config.n_down, x.dtype, torch.get_num_threads())
 
     def _measure(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
         def dense() -> Tensor:
             return functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
 
-        cost.decide(self._shape(x), lambda: self.attend(q, k, v), dense)
+        self.costs.decide(self._shape(x), lambda: self.attend(q, k, v), dense)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention core: what the FLOPs are counted of."""
@@ -192,6 +200,7 @@ class SparseAttention(nn.Module):
             scale=self.scale,
             num_prefix=self.grid.num_prefix,
             residual=self.config.residual,
+            narrow=self.config.narrow,
         )
 
     def _query_groups(self, device: torch.device) -> Tensor:
