@@ -12,6 +12,7 @@ def test_public_names():
     assert sorted(sparsifiner.__all__) == [
         "CalibrationReport",
         "Connectivity",
+        "Recipe",
         "SparseConfig",
         "SparsifinerError",
         "__version__",
@@ -20,6 +21,7 @@ def test_public_names():
         "config_of",
         "count_flops",
         "dense_mode",
+        "distill",
         "load",
         "predict",
         "reconfigure",

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from sparsifiner.convert import restore as restore
     from sparsifiner.convert import sparsify as sparsify
     from sparsifiner.convert import suggest_config as suggest_config
+    from sparsifiner.distillation.recipe import Recipe as Recipe
+    from sparsifiner.distillation.run import distill as distill
     from sparsifiner.errors import SparsifinerError as SparsifinerError
     from sparsifiner.inspect.capture import capture as capture
     from sparsifiner.inspect.flops import count_flops as count_flops
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 _HOME = {
     "CalibrationReport": "calibration",
     "Connectivity": "ops.connectivity",
+    "Recipe": "distillation.recipe",
     "SparseConfig": "config",
     "SparsifinerError": "errors",
     "calibrate": "calibration",
@@ -45,6 +48,7 @@ _HOME = {
     "config_of": "convert",
     "count_flops": "inspect.flops",
     "dense_mode": "convert",
+    "distill": "distillation.run",
     "load": "checkpoint",
     "predict": "ops.attention",
     "reconfigure": "convert",

@@ -27,3 +27,7 @@ class CheckpointError(SparsifinerError, RuntimeError):
 
 class DataError(SparsifinerError, ValueError):
     """Images or labels are unusable: unreadable, empty, not finite, of the wrong size or class."""
+
+
+class TrainingError(SparsifinerError, RuntimeError):
+    """Training cannot go on: a loss that is not finite, or an interruption; the last checkpoint is whole."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from sparsifiner.data.images import ImageLoader
 
-DATA = "A folder of class folders, a .tar of class folders, or hfds/NAME for a Hugging Face dataset."
+DATA = "A folder or a .tar of class folders, wds/SHARDS (WebDataset tars on disk), or hfds/NAME (Hugging Face)."
 
 ModelName = Annotated[str | None, typer.Option("--model", help="A timm model name.")]
 Weights = Annotated[
@@ -155,6 +155,23 @@ def progress() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
             return lambda done: bars.advance(task, done)
 
         yield start
+
+
+class Steps:
+    """Shows the phases of `distill` as bars of `progress`."""
+
+    def __init__(self, start: Callable[[str, int], Callable[[int], None]]) -> None:
+        self.start = start
+        self.done = 0
+
+    def begin(self, title: str, steps: int, done: int) -> None:
+        """A phase begins."""
+        self.advance, self.done = self.start(f"distilling, {title}", steps), done
+
+    def update(self, done: int, text: str) -> None:
+        """So many steps are done."""
+        self.advance(done - self.done)
+        self.done = done
 
 
 def print_table(table: Any) -> None:

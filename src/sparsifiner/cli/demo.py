@@ -28,11 +28,14 @@ def demo(
     threads: common.Threads = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Trains a small ViT on digits (or takes a real model), makes it sparse, and compares.
+    """Trains a small ViT on digits, makes it sparse, calibrates and distils it, and compares; or takes a real model.
+
+    A real model is calibrated and compared only: `sparsifiner train` distils it.
 
     Example: `sparsifiner demo`, or
     `sparsifiner demo --model deit_tiny_patch16_224 --weights hub --data val/ --calibration-data train/`
     """
+    import sparsifiner as sp
     from sparsifiner.errors import ConfigError
     from sparsifiner.inspect import compare
     from sparsifiner.report.tables import comparison
@@ -44,10 +47,11 @@ def demo(
     if shared is None:
         raise ConfigError("--tile: the demo compares a tile; give one, such as 2x2")
     forms = [compare.PAPER, compare.RESIDUAL, compare.tiled(shared)]
+    distilled = None
     with common.progress() as start:
         # Calibrated once, at the smallest keep: where most is dropped, the residual has most to learn.
         if model is None and weights is None and data is None:
-            student, batches, total = _digits(min(keeps), chosen, images, start)
+            student, distilled, batches, total = _digits(keeps, chosen, images, start)
         else:
             if data is None or calibration_data is None:
                 raise ConfigError("a real model needs --data to evaluate on and other --calibration-data")
@@ -63,6 +67,13 @@ def demo(
                 {"preprocess": preprocess, "workers": workers},
             )
         rows = compare.compare(student, batches, forms, keeps, lambda title, _: start(title, total))
+        if distilled is not None:
+            with sp.dense_mode(student):
+                dense = compare.predict_all(student, batches).logits
+            form = compare.Form("paper form, distilled", compare.PAPER.changes)
+            for rate in keeps:
+                advance = start(f"{form.name}, keep {rate:g}", total)
+                rows.append(compare.evaluate(distilled, batches, form, rate, dense, advance)[0])
     if as_json:
         common.print_json([row.to_dict() for row in rows])
         return
@@ -73,7 +84,9 @@ def demo(
     )
 
 
-def _digits(keep, chosen, images, start):
+def _digits(keeps, chosen, images, start):
+    import copy
+
     import sparsifiner as sp
     from sparsifiner import digits
 
@@ -81,10 +94,17 @@ def _digits(keep, chosen, images, start):
     epochs = 20
     advance = start("training a ViT on digits", epochs)
     host = digits.train_digits(train_images, train_labels, epochs=epochs, on_epoch=lambda epoch, loss: advance(1))
-    student = sp.sparsify(host, sp.suggest_config(host, keep, **chosen))
+    student = sp.sparsify(host, sp.suggest_config(host, min(keeps), **chosen))
     sp.calibrate(student, train_images[:images], progress=start)
+    distilled = copy.deepcopy(student)
+    recipe = sp.Recipe.read("digits").replace(keep=min(keeps), **chosen)
+    if min(keeps) < max(keeps) < 1:
+        recipe = recipe.replace(elastic=f"{min(keeps)}:{max(keeps)}")  # one model for all rates
+    config = sp.config_of(student)
+    recipe = recipe.replace(tau=config.tau, basis_threshold=config.basis_threshold, start="given")
+    sp.distill(distilled, (train_images, train_labels), recipe, bar=common.Steps(start))
     batches = list(zip(test_images.split(64), test_labels.split(64), strict=True))
-    return student, batches, len(test_images)
+    return student, distilled, batches, len(test_images)
 
 
 def _real(host, data, calibration_data, keep, chosen, images, limit, start, options):

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from sparsifiner import __version__
-from sparsifiner.cli import bench, calibrate, demo, evaluate, flops, info
+from sparsifiner.cli import bench, calibrate, demo, evaluate, flops, info, train
 from sparsifiner.errors import SparsifinerError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo.demo)
 app.command("calibrate")(calibrate.calibrate)
+app.command("train")(train.command)
 app.command("eval")(evaluate.evaluate)
 app.command("flops")(flops.flops)
 app.command("bench")(bench.bench)
@@ -44,8 +45,9 @@ def run() -> None:
     try:
         app()
     except SparsifinerError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+        code = getattr(error, "exit_code", None)  # of a run that was asked to stop, and did
+        typer.echo(str(error) if code else f"error: {error}", err=True)
+        sys.exit(code or 2)
     except KeyboardInterrupt:
         typer.echo("stopped; files written so far are whole", err=True)
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""Image files through timm's readers: folders, tars of class folders, Hugging Face datasets."""
+"""Image files through timm's readers: folders, tars of class folders, WebDataset shards, Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
+from sparsifiner.data.shards import PREFIX, ShardReader
 from sparsifiner.errors import DataError
 
 Preprocess = Literal["model", "crop"]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Failure:
+class Failure:
+    """An image that could not be used, in the place of the image."""
+
     name: str
     reason: str
     unreadable: bool = True
@@ -39,9 +42,9 @@ class ImageLoader:
         skipped: ``(name, reason)`` of unreadable images passed over so far in this iteration.
     """
 
-    def __init__(self, dataset: _Images, batch_size: int, workers: int, skip_unreadable: bool) -> None:
+    def __init__(self, dataset: Images, batch_size: int, workers: int, skip_unreadable: bool) -> None:
         self._dataset = dataset
-        self._loader = DataLoader(dataset, batch_size, num_workers=workers, collate_fn=_collate)
+        self._loader = DataLoader(dataset, batch_size, num_workers=workers, collate_fn=collate)
         self._skip = skip_unreadable
         self.skipped: list[tuple[str, str]] = []
 
@@ -58,12 +61,7 @@ class ImageLoader:
         self.skipped = []
         yielded = False
         for images, labels, failures in self._loader:
-            for failure in failures:
-                if not failure.unreadable:
-                    raise DataError(f"image {failure.name} {failure.reason}")
-                if not self._skip:
-                    raise DataError(f"cannot read image {failure.name}: {failure.reason} (skip such images by asking)")
-                self.skipped.append((failure.name, failure.reason))
+            self.skipped += accept(failures, self._skip)
             if images is not None:
                 yielded = True
                 yield images, labels
@@ -88,7 +86,8 @@ def open_images(
     """Opens a set of labelled images.
 
     Args:
-        data: a folder of class folders, a tar of class folders, or ``hfds/NAME`` for a Hugging Face dataset.
+        data: a folder of class folders, a tar of class folders, ``wds/SHARDS`` for WebDataset shards on disk
+            (``wds/train-{000..127}.tar``), or ``hfds/NAME`` for a Hugging Face dataset.
         transform: from a PIL image to a tensor; see `preprocessing`.
         num_classes: classes of the model, to check and map the labels; None where labels do not matter.
         class_map: a text file with one class (folder) name per line, in the model's order.
@@ -100,6 +99,31 @@ def open_images(
         workers: processes that decode beside the model; 0 decodes in this one.
         skip_unreadable: pass over images that cannot be read, and count them, instead of stopping.
     """
+    dataset = open_dataset(
+        data,
+        transform,
+        num_classes=num_classes,
+        class_map=class_map,
+        split=split,
+        limit=limit,
+        offset=offset,
+        seed=seed,
+    )
+    return ImageLoader(dataset, batch_size, workers, skip_unreadable)
+
+
+def open_dataset(
+    data: str | os.PathLike[str],
+    transform: Callable[[Any], Tensor],
+    *,
+    num_classes: int | None = None,
+    class_map: str | os.PathLike[str] | None = None,
+    split: str = "validation",
+    limit: int | None = None,
+    offset: int = 0,
+    seed: int = 0,
+) -> Images:
+    """The images one by one; arguments as in `open_images`."""
     reader = _open_reader(str(data), split)
     order = range(len(reader))
     if limit is not None or offset:
@@ -111,8 +135,7 @@ def open_images(
     if not len(order):
         raise DataError(f"{data}: no images left after leaving out {offset} of {len(reader)}")
     mapping = None if num_classes is None else _label_mapping(reader, num_classes, class_map, str(data))
-    dataset = _Images(reader, order, transform, mapping, num_classes)
-    return ImageLoader(dataset, batch_size, workers, skip_unreadable)
+    return Images(reader, order, transform, mapping, num_classes)
 
 
 def preprocessing(model: nn.Module, how: Preprocess = "model") -> Callable[[Any], Tensor]:
@@ -151,7 +174,9 @@ class _CenterCrop:
         return image.crop((left, top, left + width, top + height))
 
 
-class _Images(Dataset):
+class Images(Dataset):
+    """Images and class numbers by position; a `Failure` where there is none to be had."""
+
     def __init__(self, reader: Any, order: Any, transform: Any, mapping: Any, num_classes: int | None) -> None:
         self.reader, self.order, self.transform = reader, order, transform
         self.mapping, self.num_classes = mapping, num_classes
@@ -159,7 +184,7 @@ class _Images(Dataset):
     def __len__(self) -> int:
         return len(self.order)
 
-    def __getitem__(self, position: int) -> tuple[Tensor, int] | _Failure:
+    def __getitem__(self, position: int) -> tuple[Tensor, int] | Failure:
         # Returned, not raised: a worker's exception would reach the user as a traceback in a traceback.
         index = self.order[position]
         try:
@@ -167,20 +192,31 @@ class _Images(Dataset):
             with source if isinstance(source, Image.Image) else Image.open(source) as image:
                 tensor = self.transform(image.convert("RGB"))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            return _Failure(self.reader.filename(index), str(error) or type(error).__name__)
+            return Failure(self.reader.filename(index), str(error) or type(error).__name__)
         label = -1 if label is None else int(label)
         if self.num_classes is not None:
             if self.mapping is not None:
                 label = self.mapping[label]
             if not 0 <= label < self.num_classes:
                 reason = f"has label {label}, outside the model's {self.num_classes} classes"
-                return _Failure(self.reader.filename(index), reason, unreadable=False)
+                return Failure(self.reader.filename(index), reason, unreadable=False)
         return tensor, label
 
 
-def _collate(samples: list[Any]) -> tuple[Tensor | None, Tensor | None, list[_Failure]]:
-    failures = [sample for sample in samples if isinstance(sample, _Failure)]
-    read = [sample for sample in samples if not isinstance(sample, _Failure)]
+def accept(failures: list[Failure], skip: bool) -> list[tuple[str, str]]:
+    """Names and reasons of images that may be passed over; an error where one may not."""
+    for failure in failures:
+        if not failure.unreadable:
+            raise DataError(f"image {failure.name} {failure.reason}")
+        if not skip:
+            raise DataError(f"cannot read image {failure.name}: {failure.reason} (skip such images by asking)")
+    return [(failure.name, failure.reason) for failure in failures]
+
+
+def collate(samples: list[Any]) -> tuple[Tensor | None, Tensor | None, list[Failure]]:
+    """Images and labels of a batch, None where none could be read, and what failed."""
+    failures = [sample for sample in samples if isinstance(sample, Failure)]
+    read = [sample for sample in samples if not isinstance(sample, Failure)]
     if not read:
         return None, None, failures
     images, labels = zip(*read, strict=True)
@@ -189,6 +225,8 @@ def _collate(samples: list[Any]) -> tuple[Tensor | None, Tensor | None, list[_Fa
 
 def _open_reader(data: str, split: str) -> Any:
     add_img_extensions((".webp", ".bmp", ".tif", ".tiff"))
+    if data.startswith(PREFIX):
+        return ShardReader(data.removeprefix(PREFIX))
     if data.startswith("hfds/"):
         try:
             return create_reader(data, split=split)
@@ -198,7 +236,9 @@ def _open_reader(data: str, split: str) -> Any:
             raise DataError(f"cannot open {data} (split {split!r}): {error}") from None
     path = Path(data)
     if not path.exists():
-        raise DataError(f"{data} does not exist: give a folder of class folders, a .tar of them, or hfds/NAME")
+        raise DataError(
+            f"{data} does not exist: give a folder of class folders, a .tar of them, wds/SHARDS or hfds/NAME"
+        )
     if path.is_file() and path.suffix.lower() != ".tar":
         raise DataError(f"{data} is a file but not a .tar: give a folder of class folders, a .tar, or hfds/NAME")
     options: dict[str, Any] = (

@@ -44,6 +44,7 @@ class Host:
         describe: the arguments that make the model again, for checkpoints.
         build: makes a model from such arguments, without weights and without a network.
         image_size: height and width of the images the model takes now.
+        last_block: the module whose output are the tokens ``[batch, n, D]`` that the head sees, but for a norm.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Host:
     describe: Callable[[nn.Module], dict[str, Any]]
     build: Callable[[dict[str, Any]], nn.Module]
     image_size: Callable[[nn.Module], tuple[int, int]]
+    last_block: Callable[[nn.Module], nn.Module]
 
 
 def table() -> dict[str, Host]:

@@ -159,6 +159,10 @@ def _image_size(model: Any) -> tuple[int, int]:
     return int(height), int(width)
 
 
+def _last_block(model: Any) -> nn.Module:
+    return model.blocks[-1]
+
+
 HOST = Host(
     name="timm",
     supported=SUPPORTED,
@@ -169,4 +173,5 @@ HOST = Host(
     describe=_describe,
     build=_build,
     image_size=_image_size,
+    last_block=_last_block,
 )

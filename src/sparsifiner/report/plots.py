@@ -12,8 +12,7 @@ from sparsifiner.files import replacing
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
 
 
-def speed_ups(rows: list[dict[str, Any]], path: Path) -> None:
-    """Speed-up over dense attention against the number of tokens: a line per setting."""
+def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
@@ -21,6 +20,51 @@ def speed_ups(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", bbox_inches="tight")
+    _pyplot().close(figure)
+
+
+def _plain(axes: Any) -> None:
+    axes.grid(alpha=0.3)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def training_curves(lines: list[dict[str, Any]], path: Path) -> None:
+    """The losses of a run over its epochs, one panel a phase; top-1 beside them where it was measured."""
+    phases = sorted({line["phase"] for line in lines})
+    figure, panels = _pyplot().subplots(1, len(phases), figsize=(6 * len(phases), 4), dpi=150, squeeze=False)
+    for axes, phase in zip(panels[0], phases, strict=True):
+        here = [line for line in lines if line["phase"] == phase]
+        names = [name for name in ("loss", "attention", "label", "token", "prediction") if any(name in x for x in here)]
+        for number, name in enumerate(names):
+            if phase == 1 and name == "loss":  # the attention loss is all of it
+                continue
+            points = [(line["epoch"], line[name]) for line in here if name in line]
+            axes.plot(*zip(*points, strict=True), color=COLOURS[number], label=name, linewidth=1)
+        values = [line[name] for line in here for name in names if name in line]
+        if values and min(values) > 0:
+            axes.set_yscale("log")
+        if scored := [(line["epoch"], line["top1"]) for line in here if "top1" in line]:
+            other = axes.twinx()
+            other.plot(*zip(*scored, strict=True), "k--o", markersize=3, label="top-1")
+            other.set_ylabel("top-1 (%)")
+        axes.set_xlabel("epoch")
+        axes.set_ylabel("loss")
+        axes.set_title(f"phase {phase}: " + ("predictors" if phase == 1 else "all weights"))
+        axes.legend(fontsize=8, frameon=False)
+        _plain(axes)
+    _save(figure, path)
+
+
+def speed_ups(rows: list[dict[str, Any]], path: Path) -> None:
+    """Speed-up over dense attention against the number of tokens: a line per setting."""
+    pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.4), dpi=150)
     axes.axhline(1, color="black", linewidth=1)
     sparse = [row for row in rows if row["keep"] is not None]
@@ -40,11 +84,7 @@ def speed_ups(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_yticks(heights, [f"{height:g}x" for height in heights])
     axes.set_xlabel("tokens")
     axes.set_ylabel("speed-up over dense attention (SDPA)")
-    axes.grid(alpha=0.3)
     axes.set_ylim(top=1.6 * axes.get_ylim()[1])  # room for the legend
     axes.legend(fontsize=8, frameon=False, loc="upper left")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", bbox_inches="tight")
-    pyplot.close(figure)
+    _plain(axes)
+    _save(figure, path)

@@ -1,0 +1,145 @@
+"""What the student is to learn from: the dense model's last tokens and predictions, live or from a file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from sparsifiner.convert import find_host
+from sparsifiner.distillation.data import Batch, TrainingSet
+from sparsifiner.errors import CheckpointError, DataError
+from sparsifiner.files import replacing
+
+Progress = Callable[[str, int], Callable[[int], None]]
+FILL_BATCH = 32  # fixed, so that the file is the same whatever the training's batch is
+
+
+@dataclasses.dataclass
+class Targets:
+    """Of one batch: logits ``[batch, classes]`` and the last block's tokens ``[batch, n, D]``."""
+
+    logits: Tensor
+    tokens: Tensor
+
+
+@contextlib.contextmanager
+def watching(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Within it, the outputs of a module are added to the list it yields."""
+    seen: list[Any] = []
+    handle = module.register_forward_hook(lambda _, __, out: seen.append(out))
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+class LiveTeacher:
+    """The dense model itself, run on every batch."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.last_block = find_host(model).last_block(model)
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> Targets:
+        """Runs it."""
+        with watching(self.last_block) as tokens:
+            logits = self.model(batch.images)
+        return Targets(logits, tokens[-1])
+
+
+class CachedTeacher:
+    """The dense model's outputs on every training image, as it is and mirrored, from a file made once.
+
+    Tokens are held in bfloat16.
+    """
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self.path = path
+        try:
+            with safe_open(path, framework="pt") as file:
+                written = json.loads((file.metadata() or {}).get("teacher", "{}"))
+                if written != about:
+                    what = next((key for key in about if written.get(key) != about[key]), "format")
+                    raise CheckpointError(
+                        f"{path} is of another teacher or other images (its {what} differs): delete it"
+                    )
+                self.logits, self.tokens = file.get_tensor("logits"), file.get_tensor("tokens")
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged ({error}): delete it") from None
+
+    def __call__(self, batch: Batch) -> Targets:
+        """Looks it up."""
+        device = batch.images.device
+        return Targets(self.logits[batch.keys].to(device), self.tokens[batch.keys].to(device))
+
+    @staticmethod
+    def describe(model: nn.Module, data: TrainingSet) -> dict[str, Any]:
+        """What a file of outputs belongs to."""
+        digest = hashlib.sha256()
+        for name, tensor in model.state_dict().items():
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        first = data.images[0]
+        if isinstance(first, tuple):
+            digest.update(first[0].contiguous().view(-1).view(torch.uint8).numpy())
+        return {"digest": digest.hexdigest(), "images": len(data), "mirrored": data.recipe.flip > 0}
+
+    @classmethod
+    def fill(cls, path: Path, model: nn.Module, data: TrainingSet, progress: Progress | None = None) -> None:
+        """Runs the model over all images and writes the file."""
+        teacher, about = LiveTeacher(model), cls.describe(model, data)
+        device = next(model.parameters()).device
+        advance = progress("teacher", len(data)) if progress else None
+        logits = tokens = None
+        for start in range(0, len(data), FILL_BATCH):
+            indices = range(start, min(start + FILL_BATCH, len(data)))
+            samples = [data.images[index] for index in indices]
+            good = [(i, s) for i, s in zip(indices, samples, strict=True) if isinstance(s, tuple)]
+            if not good:
+                continue
+            images = torch.stack([sample[0] for _, sample in good]).to(device)
+            for mirrored in (0, 1) if about["mirrored"] else (0,):
+                keys = torch.tensor([2 * i + mirrored for i, _ in good])
+                out = teacher(Batch(images.flip(-1) if mirrored else images, keys, keys))
+                if logits is None or tokens is None:
+                    logits = torch.zeros(2 * len(data), *out.logits.shape[1:])
+                    tokens = torch.zeros(2 * len(data), *out.tokens.shape[1:], dtype=torch.bfloat16)
+                logits[keys], tokens[keys] = out.logits.float().cpu(), out.tokens.bfloat16().cpu()
+            if advance:
+                advance(len(samples))
+        if logits is None or tokens is None:
+            raise DataError("none of the training images could be read")
+        try:
+            with replacing(path) as temporary:
+                save_file({"logits": logits, "tokens": tokens}, temporary, metadata={"teacher": json.dumps(about)})
+        except (OSError, SafetensorError) as error:
+            size = (logits.nbytes + tokens.nbytes) / 2**20
+            raise CheckpointError(f"cannot write the teacher's outputs to {path} ({size:.0f} MiB): {error}") from None
+
+
+def cached(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    data: TrainingSet,
+    progress: Progress | None,
+    first_process: bool,
+    wait: Callable[[], None],
+) -> CachedTeacher:
+    """The file's teacher; the first process makes the file where there is none."""
+    target = Path(path)
+    if first_process and not target.exists():
+        CachedTeacher.fill(target, model, data, progress)
+    wait()
+    return CachedTeacher(target, CachedTeacher.describe(model, data))
