@@ -131,6 +131,7 @@ def test_demo_on_digits(monkeypatch):
     monkeypatch.setattr(digits, "train_digits", lambda *args, **options: train(*args, **(options | {"epochs": 2})))
     text = run("demo", "--keep", "0.5").stdout
     assert "residual + tile 2x2" in text
+    assert "paper form, distilled" in text
     assert "449 images" in text
 
 
@@ -149,6 +150,11 @@ def test_demo_on_digits(monkeypatch):
         (["demo", "--model", NAME], "needs --data to evaluate on and other --calibration-data"),
         (["demo", "--tile", "2by2"], "--tile: expected ROWSxCOLUMNS, such as 2x7"),
         (["calibrate", "--model", NAME, "--data", "nowhere", "--out", "x"], "nowhere does not exist"),
+        (["train", "--data", "x", "--out", "y", "--recipe", "nope"], "no recipe 'nope': give a TOML file, or one of"),
+        (["train", "--data", "x", "--out", "y", "--elastic", "1"], "elastic: expected LOW:HIGH"),
+        (["train", "--data", "x", "--out", "y", "--keep", "2"], "keep must be at least 0 and at most 1"),
+        (["train", "--data", "x", "--out", "y", "--cache-teacher"], "images that are the same in every epoch"),
+        (["train", "--data", "nowhere", "--out", "y", "--model", NAME], "nowhere does not exist"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_code_2(arguments, message, tmp_path, monkeypatch, capsys):
@@ -209,7 +215,7 @@ def test_broken_images_are_named_and_skipped_if_asked(folder, tmp_path):
     assert "skipped 1 of 12 images" in result.stderr
 
 
-@pytest.mark.parametrize("verb", ["demo", "calibrate", "eval", "flops", "info"])
+@pytest.mark.parametrize("verb", ["demo", "calibrate", "train", "eval", "flops", "bench", "info"])
 def test_help_has_an_example(verb):
     assert "Example" in run(verb, "--help").stdout
 
@@ -226,3 +232,32 @@ def test_help_does_not_wait_for_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_train_goes_on_where_it_was(folder):
+    arguments = [
+        "train", "--model", NAME, "--image-size", 64, "--weights", folder / "weights.safetensors",
+        "--data", folder / "images", "--out", folder / "run", "--recipe", "digits", "--keep", 0.3, "--n-down", 4,
+        "--batch-size", 2, "--phase1-epochs", 1, "--phase2-epochs", 1, "--calibration-images", 4,
+    ]  # fmt: skip
+    first = json.loads(run(*arguments, "--json").stdout)
+    assert first["resumed"] is None
+    assert first["steps"] == {"1": 6, "2": 6}
+    assert "went on from" in run(*arguments).stdout
+    assert (folder / "run" / "curves.png").exists()
+    assert "sparse" in run("eval", folder / "run" / "student.safetensors", "--data", folder / "images").stdout
+    with pytest.raises(sp.SparsifinerError, match="phase2_learning_rate"):
+        run(*arguments, "--phase2-learning-rate", 1e-4)
+
+
+def test_a_run_that_was_asked_to_stop_says_so(monkeypatch, capsys):
+    from sparsifiner.distillation.loop import TrainingInterrupted
+
+    def stop():
+        raise TrainingInterrupted("stopped after step 3 of phase 1: saved as run/step-1-000003", 15)
+
+    monkeypatch.setattr(main, "app", stop)
+    with pytest.raises(SystemExit) as caught:
+        main.run()
+    assert caught.value.code == 143
+    assert capsys.readouterr().err == "stopped after step 3 of phase 1: saved as run/step-1-000003\n"
