@@ -21,9 +21,16 @@ from sparsifiner.hosts import table
 
 FORMAT = "sparsifiner"
 FORMAT_VERSION = 1
+READY = Path(__file__).parent / "ready"
 
 
-def save(student: nn.Module, path: str | os.PathLike[str], *, host_weights: bool = True) -> None:
+def save(
+    student: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    host_weights: bool = True,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Writes a converted model to one safetensors file; an existing file is replaced only by a whole one.
 
     Args:
@@ -31,10 +38,12 @@ def save(student: nn.Module, path: str | os.PathLike[str], *, host_weights: bool
         path: where to; by custom ``….safetensors``.
         host_weights: with them, `load` needs nothing else; without, the file holds the predictors only and
             `load` needs the host model.
+        dtype: store the weights in this type, such as ``torch.bfloat16`` for half the size; `load` gives them the
+            model's own.
     """
     record = conversion_of(student)
     tensors = {
-        name: tensor.contiguous()
+        name: (tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor).contiguous()
         for name, tensor in student.state_dict().items()
         if host_weights or ".predictor." in name
     }
@@ -63,11 +72,12 @@ def load(path: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.
     """Reads what `save` wrote: a converted model in evaluation mode, on the CPU, without any network.
 
     Args:
-        path: a file written by `save`.
+        path: a file written by `save`, a folder of a training run, or the name of predictors that come with the
+            package (`ready` lists them).
         model: the dense host, for files without host weights and for hosts that are not registered by name.
             It is left untouched; host weights in the file replace those of the copy.
     """
-    description, tensors = _read(Path(path))
+    description, tensors = _read(locate(path))
     config = _config(description, path)
     if model is None:
         if not description["host_weights"]:
@@ -95,7 +105,22 @@ def load(path: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a checkpoint says of itself, without reading its weights."""
-    return _read(Path(path), weights=False)[0]
+    return _read(locate(path), weights=False)[0]
+
+
+def ready() -> list[str]:
+    """Models whose predictors come with the package: ``load(name, model=timm.create_model(name, ...))``."""
+    return sorted(path.stem for path in READY.glob("*.safetensors"))
+
+
+def locate(path: str | os.PathLike[str]) -> Path:
+    """The file that a path, a folder of a run, or a name from `ready` stands for."""
+    given = Path(path)
+    if given.is_dir():
+        return given / "student.safetensors"
+    if not given.exists() and str(path) in ready():
+        return READY / f"{path}.safetensors"
+    return given
 
 
 def _untied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

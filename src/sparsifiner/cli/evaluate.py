@@ -11,7 +11,7 @@ from sparsifiner.cli import common
 
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A file written by `sparsifiner calibrate`.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A file written by `calibrate` or `train`, or a folder of a run.")],
     data: Annotated[str, typer.Option(help="Labelled images. " + common.DATA)],
     keep: Annotated[str | None, typer.Option(help="Another keep rate than the checkpoint's.")] = None,
     residual: Annotated[bool | None, typer.Option(help="With or without the residual, whatever the file says.")] = None,

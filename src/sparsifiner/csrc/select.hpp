@@ -213,7 +213,7 @@ inline void find_cuts(const ScoreRow* rows, int64_t count, int64_t width, int bu
         const Vec part = step % 3 == 2 ? splat(0.5f) : (low_count - wanted) / (low_count - high_count);
         IVec offset = __builtin_convertvector(__builtin_convertvector(distance, Vec) * part, IVec);
         offset = unknown ? distance - stride : offset;
-        stride *= 2;
+        if (stride < 1 << 17) stride *= 2;  // further than any key is from another
         offset = offset > distance - 1 ? distance - 1 : offset;
         offset = offset < 1 ? offset * 0 + 1 : offset;
         trial = low + offset;
