@@ -55,3 +55,10 @@ def test_calibrated_it_agrees_with_dense_and_survives_a_file(deit, calibration, 
 def test_evaluation_images_are_labelled_as_the_model_expects(assets, deit):
     loader = open_images(assets / "imagenet-eval.tar", preprocessing(deit, "crop"), num_classes=1000, limit=48)
     assert compare.predict_all(deit, loader).top1 > 55
+
+
+def test_the_predictors_that_come_with_the_package_are_calibrated(deit, held_out):
+    student = sp.load("deit_tiny_patch16_224", model=deit)
+    _, residual = compare.compare(student, held_out, [compare.RESIDUAL], [0.1])
+    assert residual.divergence < 0.1
+    assert residual.kept_share < 0.12

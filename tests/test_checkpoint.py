@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import sparsifiner as sp
+from sparsifiner import checkpoint
 from sparsifiner.checkpoint import describe
 from sparsifiner.convert import sparse_layers
 from sparsifiner.errors import CheckpointError
@@ -204,3 +205,35 @@ def test_ctrl_c_leaves_the_old_file(student, tmp_path, monkeypatch):
 def test_a_folder_that_is_not_there(student, tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
         sp.save(student, tmp_path / "no" / "a.safetensors")
+
+
+def test_stored_in_16_bits(student, tmp_path, images, host):
+    sp.save(student, tmp_path / "half.safetensors", dtype=torch.bfloat16)
+    sp.save(student, tmp_path / "whole.safetensors")
+    sizes = [(tmp_path / name).stat().st_size for name in ("half.safetensors", "whole.safetensors")]
+    assert sizes[0] < 0.7 * sizes[1]
+    loaded = sp.load(tmp_path / "half.safetensors", model=host)
+    assert all(tensor.dtype == torch.float32 for tensor in loaded.state_dict().values())
+    torch.testing.assert_close(loaded(images), student.eval()(images), rtol=0.1, atol=0.1)
+
+
+def test_a_folder_of_a_run_stands_for_its_student(student, tmp_path, host):
+    sp.save(student, tmp_path / "student.safetensors")
+    assert sp.load(tmp_path, model=host).state_dict().keys() == student.state_dict().keys()
+    with pytest.raises(CheckpointError, match=r"student\.safetensors does not exist"):
+        (tmp_path / "empty").mkdir()
+        sp.load(tmp_path / "empty")
+
+
+@pytest.mark.parametrize("name", checkpoint.ready())
+def test_predictors_that_come_with_the_package(name):
+    assert checkpoint.locate(name).stat().st_size < 2 * 10**6
+    host = timm.create_model(name, pretrained=False).eval()
+    student = sp.load(name, model=host)
+    assert all(torch.equal(tensor, student.state_dict()[key]) for key, tensor in host.state_dict().items())
+    with pytest.raises(CheckpointError, match="holds predictors only"):
+        sp.load(name)
+
+
+def test_there_are_predictors_for_deit_tiny():
+    assert "deit_tiny_patch16_224" in checkpoint.ready()

@@ -80,7 +80,7 @@ def train(
     held = None
     if eval_data is not None:
         held = common.loader(student, eval_data, preprocess=preprocess, class_map=class_map, limit=eval_limit)
-    with live_bar() as bar, common.progress() as start:
+    with live_bar() as bar:
         report = sp.distill(
             student,
             images,
@@ -93,7 +93,7 @@ def train(
             device=device,
             tensorboard=tensorboard,
             bar=bar,
-            progress=start,
+            progress=bar.start,
         )
     for name, reason in report.skipped:
         typer.echo(f"skipped {name}: {reason}", err=True)

@@ -115,9 +115,17 @@ def _board(folder: Path) -> Any:
     return SummaryWriter(str(folder / "tensorboard"))
 
 
+class LiveBar(Bar, Protocol):
+    """A bar for the phases, and others for what comes before them."""
+
+    def start(self, title: str, total: int) -> Callable[[int], None]:
+        """A bar of its own; returns a function that is told how many more are done."""
+        ...
+
+
 @contextlib.contextmanager
-def live_bar() -> Iterator[Bar]:
-    """A progress bar on standard error with loss parts, images per second and the time left."""
+def live_bar() -> Iterator[LiveBar]:
+    """Progress bars on standard error with loss parts, images per second and the time left."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -132,6 +140,10 @@ def live_bar() -> Iterator[Bar]:
 
         class _Rich:
             task: Any = None
+
+            def start(self, title: str, total: int) -> Callable[[int], None]:
+                task = bars.add_task(title, total=total or None, text="")
+                return lambda done: bars.advance(task, done)
 
             def begin(self, title: str, steps: int, done: int) -> None:
                 self.task = bars.add_task(title, total=steps, completed=done, text="")

@@ -335,7 +335,10 @@ class Trainer:
         before = conversion_of(self.student).config.keep
         reconfigure(self.student, keep=self.recipe.keep)
         with self.average.inside(self.student) if self.average else contextlib.nullcontext():
-            top1 = self.evaluate(self.student) if self.processes.first else 0.0
+            score = torch.tensor([self.evaluate(self.student) if self.processes.first else 0.0])
+            score = score.to(self.processes.device)
+            self.processes.share([score])  # all must agree on whether this is the best
+            top1 = score.item()
             self.log.write(2, self.state.step, self.state.step / self.steps_per_epoch, {"top1": top1})
             if self.state.best is None or top1 > self.state.best:
                 self.state.best = top1

@@ -38,6 +38,10 @@ def attention_loss(
         tau: coefficients up to this count as zero (Eq. 2).
         constant: add ``|A|²``, which has no gradient: the value is then the error itself.
     """
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            about = {"num_prefix": num_prefix, "scale": scale, "tau": tau, "constant": constant}
+            return attention_loss(q, k, w_down, w_up, **about)
     a_down = low_rank_attention(q, k, w_down, num_prefix, scale)  # [batch, heads, rows, m]
     kept = torch.where(a_down > tau, a_down, 0)
     basis = w_up.to(kept.dtype)

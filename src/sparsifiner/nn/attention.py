@@ -165,6 +165,10 @@ class SparseAttention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention core: what the FLOPs are counted of."""
+        if torch.is_autocast_enabled(q.device.type):
+            # Inputs come in the lower precision; what is computed from them has its own, in the kernels as in eager.
+            with torch.autocast(q.device.type, enabled=False):
+                return self.attend(q, k, v)
         if self.core is not None:
             return self.core(self, q, k, v)
         backend = dispatch.resolve(self.config.backend, q, self.config.n_down)

@@ -48,7 +48,7 @@ def training_curves(lines: list[dict[str, Any]], path: Path) -> None:
             points = [(line["epoch"], line[name]) for line in here if name in line]
             axes.plot(*zip(*points, strict=True), color=COLOURS[number], label=name, linewidth=1)
         values = [line[name] for line in here for name in names if name in line]
-        if values and min(values) > 0:
+        if values and 0 < 20 * min(values) < max(values):
             axes.set_yscale("log")
         if scored := [(line["epoch"], line["top1"]) for line in here if "top1" in line]:
             other = axes.twinx()
