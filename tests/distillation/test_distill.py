@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import sparsifiner as sp
+from sparsifiner.checkpoint import describe
 from sparsifiner.convert import sparse_layers
 from sparsifiner.distillation import loop, losses, phases, state
 from sparsifiner.distillation.data import from_tensors
@@ -156,9 +157,11 @@ def test_schedule():
     assert rates == sorted(rates, reverse=True)
 
 
-def test_elastic_draws_from_the_range_and_leaves_the_recipes_keep(make, data):
+def test_elastic_draws_from_the_range_and_leaves_the_recipes_keep(make, data, tmp_path):
     student = make()
-    report = sp.distill(student, data, QUICK.replace(phase1_epochs=0, phase2_epochs=3, elastic="0.1:0.6", log_every=1))
+    recipe = QUICK.replace(phase1_epochs=0, phase2_epochs=3, elastic="0.1:0.6", log_every=1)
+    report = sp.distill(student, data, recipe, out=tmp_path)
+    assert describe(state.found(tmp_path)[0])["config"]["keep"] == 0.3
     drawn = [line["keep"] for line in report.lines]
     assert all(0.1 <= keep <= 0.6 for keep in drawn)
     assert max(drawn) > 0.3 > min(drawn)

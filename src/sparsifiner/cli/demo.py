@@ -100,9 +100,7 @@ def _digits(keeps, chosen, images, start):
     recipe = sp.Recipe.read("digits").replace(keep=min(keeps), **chosen)
     if min(keeps) < max(keeps) < 1:
         recipe = recipe.replace(elastic=f"{min(keeps)}:{max(keeps)}")  # one model for all rates
-    config = sp.config_of(student)
-    recipe = recipe.replace(tau=config.tau, basis_threshold=config.basis_threshold, start="given")
-    sp.distill(distilled, (train_images, train_labels), recipe, bar=common.Steps(start))
+    sp.distill(distilled, (train_images, train_labels), recipe.replace(start="given"), bar=common.Steps(start))
     batches = list(zip(test_images.split(64), test_labels.split(64), strict=True))
     return student, distilled, batches, len(test_images)
 

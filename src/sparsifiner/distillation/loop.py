@@ -169,11 +169,23 @@ class Trainer:
         if self.processes.first:
             optimiser = _optimiser_tensors(self.optimiser, self.groups) if self.state.step else {}
             average = self.average.weights if self.average and self.state.step else None
-            path = state.save(self.folder, self.state, self.student, optimiser, average, name=name)
+            with self._at_own_keep():
+                state.save(self.folder, self.state, self.student, optimiser, average, name=name)
             if name is None:
-                self._saved = path
                 state.prune(self.folder, self.recipe.keep_last)
+        if name is None:
+            self._saved = self.folder / self.state.name
         self.processes.wait()
+
+    @contextlib.contextmanager
+    def _at_own_keep(self) -> Iterator[None]:
+        """Within it the student has the recipe's keep rate, not the one that was drawn for a step."""
+        before = conversion_of(self.student).config.keep
+        reconfigure(self.student, keep=self.recipe.keep)
+        try:
+            yield
+        finally:
+            reconfigure(self.student, keep=before)
 
     # The run
 
@@ -204,6 +216,7 @@ class Trainer:
         if self.state.step == 0:
             self.save()  # where a phase begins: an early interruption loses nothing of the one before
         self.log.begin(phase, self.schedule.steps, self.state.step, self.together)
+        self.ended = time.perf_counter()
         while self.state.step < self.schedule.steps:
             epoch, first = divmod(self.state.step, self.steps_per_epoch)
             for batches in self._batches(epoch, first):
@@ -261,14 +274,13 @@ class Trainer:
     def _step(self, batches: list[Batch]) -> None:
         """One step of the optimiser."""
         phase, step, r = self.state.phase, self.state.step, self.recipe
-        self.started = time.perf_counter()
         rate = self.schedule.at(step)
         for group in self.optimiser.param_groups:
             group["lr"] = rate * group["rate"]
         keep = phases.draw_keep(self.student, r, step) if phase == 2 else None
         seed_generators(r.seed, STEP, phase, step, self.processes.rank)
         self.optimiser.zero_grad(set_to_none=True)
-        logged = (step + 1) % r.log_every == 0 or step == 0
+        logged = (step + 1) % r.log_every == 0 or step in (0, self.schedule.steps - 1)
         sums: dict[str, Tensor] = {}
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
@@ -316,7 +328,9 @@ class Trainer:
 
     def _after_step(self) -> None:
         phase, step, r = self.state.phase, self.state.step, self.recipe
-        self.log.step(self.images, time.perf_counter() - self.started)
+        now = time.perf_counter()
+        self.log.step(self.images, now - self.ended)  # reading the images included
+        self.ended = now
         if step % r.log_every == 0 or step in (1, self.schedule.steps):
             values = list(self.losses.values())
             self.processes.average(values)
@@ -332,10 +346,8 @@ class Trainer:
 
     def _evaluate(self) -> None:
         assert self.evaluate is not None
-        before = conversion_of(self.student).config.keep
-        reconfigure(self.student, keep=self.recipe.keep)
-        with self.average.inside(self.student) if self.average else contextlib.nullcontext():
-            score = torch.tensor([self.evaluate(self.student) if self.processes.first else 0.0])
+        with self._at_own_keep(), self.average.inside(self.student) if self.average else contextlib.nullcontext():
+            score = torch.tensor([self.evaluate(self.student) if self.processes.first else 0.0], dtype=torch.float64)
             score = score.to(self.processes.device)
             self.processes.share([score])  # all must agree on whether this is the best
             top1 = score.item()
@@ -343,8 +355,8 @@ class Trainer:
             if self.state.best is None or top1 > self.state.best:
                 self.state.best = top1
                 self.save("best")
-        reconfigure(self.student, keep=before)
         self.student.train()
+        self.ended = time.perf_counter()
 
 
 class TrainingInterrupted(TrainingError):
