@@ -48,14 +48,14 @@ Key = tuple[str, str, float | None]
 
 def masked(layer: SparseAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The layer's own mathematics with n x n masks."""
-    config, prefix, n = layer.config, layer.grid.num_prefix, q.shape[2]
+    config, prefix = layer.config, layer.grid.num_prefix
     w_down, w_up = layer.predictor.at(layer.grid.size)
     a_down = low_rank_attention(q, k, w_down, prefix, layer.scale)
     scores = reference.scores(a_down, w_up, config.tau, layer.basis_threshold)
     members = query_groups(layer.grid.size, prefix, config.tile, q.device)
     if config.tile is not None:
         scores = scores[:, :, members - prefix].mean(3)  # these tiles divide the grid
-    mask = top_budget(scores, layer.budget(n))
+    mask = top_budget(scores, layer.budget())
     mask = mask.repeat_interleave(members.shape[1], 2)[:, :, members.flatten().argsort()]
     mask[..., :prefix] = True
     mask.diagonal(prefix, 2, 3).fill_(True)
@@ -204,7 +204,7 @@ def earlier(name: str, images: int) -> dict[Key, compare.Row]:
     names = [field.name for field in dataclasses.fields(compare.Row) if field.name not in ("form", "milliseconds")]
     with path.open(newline="") as file:
         for entry in csv.DictReader(file):
-            numbers: dict[str, Any] = {column: float(entry[column]) if entry[column] else None for column in names}
+            numbers: dict[str, Any] = {column: float(entry[column]) if entry.get(column) else None for column in names}
             if numbers["images"] == images:
                 numbers["images"] = images
                 row = compare.Row(form=entry["form"], milliseconds=float("nan"), **numbers)

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 import sparsifiner as sp
 from common import RESULTS, environment
+from sparsifiner.convert import sparse_layers
 from sparsifiner.distillation import phases
 from sparsifiner.distillation.data import Batch
 from sparsifiner.files import replacing
+from sparsifiner.inspect.speed import Problem, masked_dense
 from sparsifiner.models import create_host
 from sparsifiner.nn.attention import SparseAttention
-from sparsifiner.ops import reference
-from sparsifiner.ops.connectivity import low_rank_attention
 
 NAME = "deit_tiny_patch16_224"
 # Pixels and batch; phase 2 in every form, phase 1 against dense inference.
@@ -40,16 +40,9 @@ KEEP = 0.1
 
 def masked(layer: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Everything is computed, and most of it masked."""
-    prefix = layer.grid.num_prefix
-    w_down, w_up = layer.predictor.at(layer.grid.size)
-    a_down = low_rank_attention(q, k, w_down, 0, layer.scale)
-    scores = torch.where(a_down > layer.config.tau, a_down, 0) @ torch.where(w_up > layer.basis_threshold, w_up, 0)
-    with torch.no_grad():
-        mask = reference.top_budget(scores, layer.budget(q.shape[2]))
-        mask[..., :prefix] = True
-        mask[:, :, :prefix] = True
-        mask.diagonal(dim1=2, dim2=3).fill_(True)
-    return reference.masked_attention(q, k, v, mask, layer.scale)
+    weights, grid = layer.predictor.at(layer.grid.size), layer.grid
+    about = (grid.size, grid.num_prefix, layer.config.tau, layer.basis_threshold, "training")
+    return masked_dense(Problem(q, k, v, *weights, *about), layer.budget())
 
 
 def model(pixels: int, **changes: Any) -> nn.Module:
@@ -75,12 +68,12 @@ def job(phase: str, form: str, pixels: int, batch: int) -> Any:
     if form == "dense fine-tuning":
         sp.reconfigure(student, keep=1.0)
     if form == "dense + mask":
-        plain = phases._with_core
-        phases._with_core = lambda layers, core: plain(layers, masked)
+        for layer in sparse_layers(student):
+            layer.core = masked
 
     def step() -> None:
-        logits, tokens, _ = joint(images.images)
-        (logits.square().mean() + tokens.square().mean()).backward()
+        passed = joint(images.images)
+        (passed.logits.square().mean() + passed.tokens.square().mean()).backward()
         for parameter in student.parameters():
             parameter.grad = None
 

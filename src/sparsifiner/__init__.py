@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sparsifiner.checkpoint import load as load
     from sparsifiner.checkpoint import save as save
     from sparsifiner.config import SparseConfig as SparseConfig
+    from sparsifiner.config import TokenConfig as TokenConfig
     from sparsifiner.convert import config_of as config_of
     from sparsifiner.convert import dense_mode as dense_mode
     from sparsifiner.convert import reconfigure as reconfigure
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from sparsifiner.distillation.run import distill as distill
     from sparsifiner.errors import SparsifinerError as SparsifinerError
     from sparsifiner.inspect.capture import capture as capture
+    from sparsifiner.inspect.features import feature_map as feature_map
     from sparsifiner.inspect.flops import count_flops as count_flops
     from sparsifiner.ops.attention import predict as predict
     from sparsifiner.ops.attention import sparse_attention as sparse_attention
@@ -43,12 +45,14 @@ _HOME = {
     "Recipe": "distillation.recipe",
     "SparseConfig": "config",
     "SparsifinerError": "errors",
+    "TokenConfig": "config",
     "calibrate": "calibration",
     "capture": "inspect.capture",
     "config_of": "convert",
     "count_flops": "inspect.flops",
     "dense_mode": "convert",
     "distill": "distillation.run",
+    "feature_map": "inspect.features",
     "load": "checkpoint",
     "predict": "ops.attention",
     "reconfigure": "convert",

@@ -27,6 +27,7 @@ from sparsifiner.inspect.observe import observing
 from sparsifiner.inspect.statistics import LayerStatistics, measure
 from sparsifiner.nn.attention import Observation, SparseAttention
 from sparsifiner.nn.grid import landmark_pooling
+from sparsifiner.nn.patterns import RANKINGS, pattern_mask
 from sparsifiner.ops.connectivity import accumulation_dtype, low_rank_attention, query_groups
 from sparsifiner.ops.eager import top_budget
 
@@ -110,12 +111,14 @@ def calibrate(
     if not ridge > 0:
         raise ConfigError(f"ridge must be more than 0, got {ridge!r}")
     record = conversion_of(student)
-    record.grid.size = record.host.grid(student).size  # the model's own, whatever image came last
+    record.grid.begin(record.host.grid(student).size)  # the model's own, whatever image came last
     source = list(images) if isinstance(images, Iterator) else images  # an iterator could not be read again
     start = time.perf_counter()
     # Even where the caller is in inference mode: the refinement differentiates what the layers show.
     with torch.inference_mode(False), torch.no_grad():
-        held = _Held(student, _count(source)) if refine and record.config.residual else None
+        # Linformer drops nothing that a residual could put back.
+        refines = refine and record.config.residual and record.config.pattern != "linformer"
+        held = _Held(student, _count(source)) if refines else None
         seen = _fit_attention(student, source, ridge, progress, held)
         for layer in sparse_layers(student):
             # Prefix keys are kept whatever their score: a score of zero leaves the whole budget to the patches.
@@ -136,7 +139,7 @@ def fit_attention(
 ) -> None:
     """The first step alone: ``w_up`` by ridge regression of the true attention, prefix keys included."""
     record = conversion_of(student)
-    record.grid.size = record.host.grid(student).size
+    record.grid.begin(record.host.grid(student).size)
     _fit_attention(student, images, ridge, progress, None)
 
 
@@ -175,7 +178,7 @@ class _RegressionSums:
         if n != own:
             raise DataError(
                 f"these images make {n} tokens, the model's own size makes {own}: calibrate on images of the model's "
-                "own size (set_input_size changes it)"
+                "own size (set_input_size changes it; config.image_size says it of transformers' DINOv2)"
             )
         a_down = low_rank_attention(seen.q, seen.k, self.w_down, layer.grid.num_prefix, layer.scale)
         for rows, attention in _attention_rows(seen):
@@ -210,7 +213,7 @@ class _Held:
 
     def __init__(self, student: nn.Module, images: int) -> None:
         self.parts: dict[SparseAttention, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        layers = [layer for layer in sparse_layers(student) if not layer.is_dense(layer.grid.num_tokens)]
+        layers = [layer for layer in sparse_layers(student) if not layer.is_dense()]
         for layer in layers:
             self.parts[layer] = []
         dtype = next(student.parameters()).dtype
@@ -306,12 +309,16 @@ class _Descent:
 
     def _kept(self, a_down: Tensor, members: Tensor, tokens: Tensor) -> Tensor:
         """The keys that each row would keep now, as a mask: Eq. 2-3 on some rows only."""
-        layer, n = self.layer, self.w_up.shape[-1]
+        layer = self.layer
+        if layer.config.pattern in RANKINGS:  # whatever the image
+            prefix = layer.grid.num_prefix
+            mask = pattern_mask(layer.config.pattern, layer.grid.size, prefix, layer.budget()).to(tokens.device)
+            return mask[tokens].expand(*a_down.shape[:2], -1, -1)
         coefficients = torch.where(a_down > layer.config.tau, a_down, 0).unflatten(2, members.shape)
         real = (members >= 0).to(a_down.dtype)[..., None]
         coefficients = (coefficients * real).sum(3) / real.sum(1)
         basis = torch.where(self.w_up > layer.basis_threshold, self.w_up, 0)
-        mask = top_budget(coefficients @ basis, layer.budget(n)).repeat_interleave(members.shape[1], dim=2)
+        mask = top_budget(coefficients @ basis, layer.budget()).repeat_interleave(members.shape[1], dim=2)
         mask[..., : layer.grid.num_prefix] = True
         mask[:, :, torch.arange(len(tokens), device=tokens.device), tokens] = True
         return mask

@@ -17,7 +17,7 @@ from sparsifiner.config import SparseConfig
 from sparsifiner.convert import conversion_of, find_host, sparse_layers, sparsify
 from sparsifiner.errors import CheckpointError, ConfigError
 from sparsifiner.files import replacing
-from sparsifiner.hosts import table
+from sparsifiner.hosts import OPTIONAL, table
 
 FORMAT = "sparsifiner"
 FORMAT_VERSION = 1
@@ -45,7 +45,7 @@ def save(
     tensors = {
         name: (tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor).contiguous()
         for name, tensor in student.state_dict().items()
-        if host_weights or ".predictor." in name
+        if host_weights or _is_ours(name)
     }
     description = {
         "format_version": FORMAT_VERSION,
@@ -123,6 +123,11 @@ def locate(path: str | os.PathLike[str]) -> Path:
     return given
 
 
+def _is_ours(name: str) -> bool:
+    """Whether a weight belongs to what a conversion added to the host."""
+    return ".predictor." in name or ".scorer." in name
+
+
 def _untied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     seen: set[int] = set()
     result = {}
@@ -180,7 +185,9 @@ def _host_name(description: dict[str, Any]) -> str:
 def _build(description: dict[str, Any], path: Any) -> nn.Module:
     host = table().get(description["host"])
     if host is None:
-        raise CheckpointError(f"{path} is of host {description['host']!r}, known are: {', '.join(table())}")
+        name = description["host"]
+        hint = f"; pip install 'sparsifiner[{name}]' adds it" if name in OPTIONAL else ""
+        raise CheckpointError(f"{path} is of host {name!r}, known are: {', '.join(table())}{hint}")
     try:
         return host.build(description["model"])
     except CheckpointError as error:
@@ -200,7 +207,7 @@ def _check_host(model: nn.Module, description: dict[str, Any], path: Any) -> Non
     if theirs["img_size"] != ours["img_size"]:
         raise CheckpointError(
             f"{path} is for images of {_size(theirs)}, the model takes {_size(ours)}: make the model at that "
-            "size, load, then call set_input_size"
+            "size, load, then change it (timm: set_input_size, transformers' DINOv2: config.image_size)"
         )
 
 
@@ -216,7 +223,7 @@ def _fill(student: nn.Module, tensors: dict[str, torch.Tensor], path: Any, stric
                 f"{path}: {name} is {tuple(tensor.shape)} in the file and {tuple(expected[name].shape)} in the "
                 "model: another size, or made with other arguments; make it as it was and pass model=..."
             )
-    wanted = {name for name in expected if strict or ".predictor." in name}
+    wanted = {name for name in expected if strict or _is_ours(name)}
     if missing := sorted(wanted - set(tensors)):
         raise CheckpointError(f"{path} lacks {len(missing)} tensors, such as {missing[0]}: made with other arguments?")
     if foreign := sorted(set(tensors) - set(expected)):

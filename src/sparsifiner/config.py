@@ -7,11 +7,82 @@ import json
 import math
 import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from sparsifiner.errors import ConfigError
 
 BACKENDS = ("auto", "sparse", "cpu", "eager", "reference")
+PATTERNS = ("learned", "window", "axial", "strided", "bigbird", "linformer")
+TOKEN_METHODS = ("evit", "dynamicvit")
+
+
+class BlockTokens(NamedTuple):
+    """How many tokens are no patches to a block's attention, and how many its attention and feed-forward part see."""
+
+    prefix: int
+    attention: int
+    feed_forward: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenConfig:
+    """Which tokens are dropped on the way through the blocks.
+
+    Args:
+        keep: share of the patch tokens that each of the blocks below keeps, rounded up, in (0, 1].
+        method: ``"evit"`` keeps those that the class token attends to most, after the block's attention, and needs no
+            training; ``"dynamicvit"`` asks a small network before the block, which must be trained.
+        blocks: the blocks that drop tokens, counted from 0; None for those after a quarter, a half and three quarters
+            of the depth (blocks 4, 7 and 10 of 12, counted from 1).
+        fuse: the dropped tokens live on in one token, their sum weighted by the attention they got; EViT only.
+    """
+
+    keep: float
+    method: str = "evit"
+    blocks: Sequence[int] | None = None
+    fuse: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", _keep_rate(self.keep, "the tokens' keep"))
+        if self.method not in TOKEN_METHODS:
+            raise ConfigError(f"unknown token method {self.method!r}: choose one of {', '.join(TOKEN_METHODS)}")
+        if self.blocks is not None:
+            if (
+                not isinstance(self.blocks, Sequence)
+                or not self.blocks
+                or not all(_is_int(b) and b >= 0 for b in self.blocks)
+                or sorted(set(self.blocks)) != list(self.blocks)
+            ):
+                raise ConfigError(f"blocks must be ascending whole numbers of at least 0, got {self.blocks!r}")
+            object.__setattr__(self, "blocks", tuple(int(block) for block in self.blocks))
+        if not isinstance(self.fuse, bool):
+            raise ConfigError(f"fuse must be True or False, got {self.fuse!r}")
+        if self.fuse and self.method != "evit":
+            raise ConfigError("only EViT fuses dropped tokens: set fuse=False")
+
+    def blocks_of(self, depth: int) -> tuple[int, ...]:
+        """The blocks that drop tokens in a model of so many."""
+        if self.blocks is None:
+            return tuple(sorted({depth * quarter // 4 for quarter in (1, 2, 3)}))
+        if self.blocks[-1] >= depth:
+            raise ConfigError(f"block {self.blocks[-1]} does not exist: the model has blocks 0 to {depth - 1}")
+        return tuple(self.blocks)
+
+    def kept(self, patches: int) -> int:
+        """How many of so many patch tokens a block keeps."""
+        return budget(self.keep, patches)
+
+    def layer_tokens(self, patches: int, prefix: int, depth: int) -> list[BlockTokens]:
+        """What the halves of each block see of so many patches and prefix tokens."""
+        blocks, counts = self.blocks_of(depth), []
+        for block in range(depth):
+            before, first = prefix + patches, prefix
+            if block in blocks and self.keep < 1:
+                prefix += self.fuse and block == blocks[0]
+                patches = self.kept(patches)
+            after = prefix + patches
+            counts.append(BlockTokens(first, before if self.method == "evit" else after, after))
+        return counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +102,10 @@ class SparseConfig:
         backend: ``"auto"`` takes the fastest: the best sparse backend, or in inference dense attention where it
             measures faster on this machine; ``"sparse"`` takes the best sparse backend always; the others are
             the names `sparsifiner info` lists.
+        pattern: how the keys are chosen: ``"learned"`` asks the predictor; ``"window"``, ``"axial"``, ``"strided"`` and
+            ``"bigbird"`` take the same B keys for every image, to compare with; ``"linformer"`` takes none and leaves
+            everything to the low-rank attention.
+        tokens: which tokens are dropped on the way; None keeps all.
         narrow: the fused kernels hold keys and values in 16 bits (bfloat16; sums stay in float32): less memory to
             read, at a relative error of 2^-9 a value. Only in inference; other backends take no notice.
     """
@@ -43,6 +118,8 @@ class SparseConfig:
     tile: tuple[int, int] | None = None
     backend: str = "auto"
     narrow: bool = False
+    pattern: str = "learned"
+    tokens: TokenConfig | None = None
 
     def __post_init__(self) -> None:
         keep = self.keep
@@ -69,6 +146,17 @@ class SparseConfig:
             object.__setattr__(self, "tile", _tile(self.tile))
         if self.backend not in BACKENDS:
             raise ConfigError(f"unknown backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
+        if self.pattern not in PATTERNS:
+            raise ConfigError(f"unknown pattern {self.pattern!r}: choose one of {', '.join(PATTERNS)}")
+        if self.pattern != "learned" and self.tile is not None:
+            raise ConfigError("tiles share learned lists of keys: set tile=None for other patterns")
+        if isinstance(self.tokens, dict):  # from JSON
+            try:
+                object.__setattr__(self, "tokens", TokenConfig(**self.tokens))
+            except TypeError as error:
+                raise ConfigError(f"tokens: {error}") from None
+        if not isinstance(self.tokens, TokenConfig | None):
+            raise ConfigError(f"tokens must be a TokenConfig or None, got {self.tokens!r}")
 
     def keep_per_layer(self, num_layers: int) -> tuple[float, ...]:
         """Spreads ``keep`` over the layers, or says that the list does not fit."""
@@ -121,9 +209,9 @@ def _is_real(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _keep_rate(value: object) -> float:
+def _keep_rate(value: object, what: str = "keep") -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < float(value) <= 1:
-        raise ConfigError(f"keep must be a share of the tokens in (0, 1], got {value!r}")
+        raise ConfigError(f"{what} must be a share of the tokens in (0, 1], got {value!r}")
     return float(value)
 
 

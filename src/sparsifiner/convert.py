@@ -17,18 +17,21 @@ from sparsifiner.errors import ConfigError, UnsupportedModelError
 from sparsifiner.hosts import Host, table
 from sparsifiner.nn.attention import SparseAttention
 from sparsifiner.nn.grid import TokenGrid
+from sparsifiner.tokens.dynamicvit import TokenScorer
+from sparsifiner.tokens.install import install_pruning, remove_pruning
 
 _RECORD = "_sparsifiner"
 
 
 @dataclasses.dataclass
 class Conversion:
-    """What a converted model remembers about its conversion."""
+    """What a converted model remembers about its conversion; ``scorers`` are networks of DynamicViT not in use now."""
 
     host_name: str
     config: SparseConfig
     grid: TokenGrid
     watcher: Any
+    scorers: dict[int, TokenScorer]
 
     @property
     def host(self) -> Host:
@@ -46,6 +49,12 @@ def find_host(model: nn.Module) -> Host:
             return host
         refusals.append(f"{reason} (supported: {host.supported})")
     raise UnsupportedModelError(f"{type(model).__name__} cannot be converted: " + "; ".join(refusals))
+
+
+def host_of(model: nn.Module) -> Host:
+    """The host of a model, dense or converted."""
+    record = getattr(model, _RECORD, None)
+    return find_host(model) if record is None else record.host
 
 
 def suggest_config(model: nn.Module, keep: float | Sequence[float], **changes: Any) -> SparseConfig:
@@ -109,7 +118,9 @@ def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
                     keep=keep,
                 )
             )
-    record = Conversion(host.name, config, grid, host.watch(student, grid))
+        scorers: dict[int, TokenScorer] = {}
+        install_pruning(student, host, grid, config.tokens, scorers)
+    record = Conversion(host.name, config, grid, host.watch(student, grid), scorers)
     setattr(student, _RECORD, record)
     return student
 
@@ -122,8 +133,10 @@ def restore(student: nn.Module) -> nn.Module:
 
 def restore_in_place(dense: nn.Module) -> nn.Module:
     """Makes a converted model the host again, itself."""
-    conversion_of(dense).watcher.remove()
+    record = conversion_of(dense)
+    record.watcher.remove()
     delattr(dense, _RECORD)
+    remove_pruning(dense, record.host)
     for parent in list(dense.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, SparseAttention):
@@ -132,7 +145,9 @@ def restore_in_place(dense: nn.Module) -> nn.Module:
 
 
 def reconfigure(student: nn.Module, **changes: Any) -> None:
-    """Changes settings of a converted model in place: keep, residual, tile, tau, basis_threshold, backend.
+    """Changes settings of a converted model in place: all of `SparseConfig` but ``n_down``.
+
+    DynamicViT's networks are new, and must be trained, unless the model has had some in the same blocks.
 
     Example:
         ``reconfigure(student, keep=0.05, tile=(2, 2))``
@@ -141,6 +156,8 @@ def reconfigure(student: nn.Module, **changes: Any) -> None:
     config = record.config.replace(**changes)
     layers = sparse_layers(student)
     keeps = config.keep_per_layer(len(layers))
+    if config.tokens != record.config.tokens:
+        install_pruning(student, record.host, record.grid, config.tokens, record.scorers)
     for layer, keep in zip(layers, keeps, strict=True):
         layer.configure(config, keep)
     record.config = config
@@ -168,13 +185,15 @@ def sparse_layers(student: nn.Module) -> list[SparseAttention]:
 
 @contextlib.contextmanager
 def dense_mode(student: nn.Module) -> Iterator[None]:
-    """Within it every layer runs the host's own dense attention: the teacher without a second model."""
-    layers = sparse_layers(student)
-    before = [layer.always_dense for layer in layers]
+    """Within it all tokens stay and every layer runs dense attention: the teacher without a second model."""
+    layers, grid = sparse_layers(student), conversion_of(student).grid
+    before, pruned = [layer.always_dense for layer in layers], grid.prunes
     for layer in layers:
         layer.always_dense = True
+    grid.prunes = False
     try:
         yield
     finally:
         for layer, was_dense in zip(layers, before, strict=True):
             layer.always_dense = was_dense
+        grid.prunes = pruned

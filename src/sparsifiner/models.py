@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
+import sparsifiner.hosts.lvvit  # noqa: F401 - registers LV-ViT with timm, so that it is found by name
 from sparsifiner.errors import CheckpointError, ConfigError
 
 

@@ -4,6 +4,7 @@ import torch
 import sparsifiner as sp
 from sparsifiner.convert import sparse_layers
 from sparsifiner.errors import ConfigError
+from sparsifiner.nn.grid import TokenGrid
 
 
 @pytest.fixture
@@ -29,9 +30,9 @@ def test_kernels_see_changed_weights(student, photos):
     predictor = sparse_layers(student)[0].predictor
     with torch.no_grad():
         before = student(photos)
-        packed = predictor.packed((5, 5), 0.0)
-        assert predictor.packed((5, 5), 0.0) is packed
-        assert predictor.packed((5, 5), 0.1) is not packed
+        packed = predictor.packed(TokenGrid((5, 5), 1), 0.0)
+        assert predictor.packed(TokenGrid((5, 5), 1), 0.0) is packed
+        assert predictor.packed(TokenGrid((5, 5), 1), 0.1) is not packed
         predictor.w_up.mul_(3)
         assert not torch.allclose(student(photos), before, atol=1e-4)
         predictor.w_up.div_(3)
@@ -82,7 +83,7 @@ def test_per_layer_keep(student, photos):
     first, second = sparse_layers(student)
     assert first.is_dense(26)
     assert not second.is_dense(26)
-    assert second.budget(26) == 8
+    assert second.budget() == 8
     student(photos)
 
 

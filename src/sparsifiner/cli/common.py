@@ -15,6 +15,7 @@ from sparsifiner.errors import ConfigError
 if TYPE_CHECKING:
     from torch import nn
 
+    from sparsifiner.config import TokenConfig
     from sparsifiner.data.images import ImageLoader
 
 DATA = "A folder or a .tar of class folders, wds/SHARDS (WebDataset tars on disk), or hfds/NAME (Hugging Face)."
@@ -41,6 +42,8 @@ Tile = Annotated[
     str | None,
     typer.Option(help="Share lists in tiles of the patch grid, such as 2x2; 'none' for a list per query."),
 ]
+TokenMethod = Annotated[str, typer.Option(help="How the tokens to keep are chosen: evit or dynamicvit.")]
+TokenFuse = Annotated[bool, typer.Option("--token-fuse", help="EViT: the dropped tokens live on in one.")]
 Limit = Annotated[int | None, typer.Option("--limit", help="Use a random sample of this many images.")]
 Seed = Annotated[int, typer.Option(help="Seed of the sample.")]
 Preprocess = Annotated[
@@ -88,6 +91,13 @@ def parse_tile(text: str | None) -> tuple[int, int] | None:
     if not (cross and rows.isdigit() and columns.isdigit()):
         raise ConfigError(f"--tile: expected ROWSxCOLUMNS, such as 2x7, got {text!r}")
     return int(rows), int(columns)
+
+
+def parse_tokens(keep: float | None, method: str, fuse: bool) -> TokenConfig | None:
+    """What --token-keep, --token-method and --token-fuse say; keeping all is not dropping any."""
+    from sparsifiner.config import TokenConfig
+
+    return None if keep is None or keep == 1 else TokenConfig(keep, method, fuse=fuse)
 
 
 def host_model(name: str | None, weights: str | None, image_size: int | None) -> nn.Module:

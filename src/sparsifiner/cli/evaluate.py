@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,14 @@ def evaluate(
     keep: Annotated[str | None, typer.Option(help="Another keep rate than the checkpoint's.")] = None,
     residual: Annotated[bool | None, typer.Option(help="With or without the residual, whatever the file says.")] = None,
     tile: common.Tile = None,
+    pattern: Annotated[
+        str | None, typer.Option(help="Keys by a fixed pattern: window, axial, strided, bigbird; or linformer.")
+    ] = None,
+    token_keep: Annotated[
+        float | None, typer.Option(help="Drop tokens too: share of the patches that a block keeps; 1 for all.")
+    ] = None,
+    token_method: common.TokenMethod = "evit",
+    token_fuse: common.TokenFuse = False,
     limit: common.Limit = None,
     seed: common.Seed = 0,
     preprocess: common.Preprocess = "model",
@@ -44,6 +53,10 @@ def evaluate(
         changes["residual"] = residual
     if tile is not None:
         changes["tile"] = common.parse_tile(tile)
+    if pattern is not None:
+        changes["pattern"] = pattern
+    if token_keep is not None:
+        changes["tokens"] = common.parse_tokens(token_keep, token_method, token_fuse)
     sp.reconfigure(student, **changes)
     images = common.loader(
         student,
@@ -62,6 +75,8 @@ def evaluate(
         rows = compare(student, images, [form], [], lambda title, _: start(title, images.num_images))
     common.say_skipped(images)
     if as_json:
-        common.print_json({"config": sp.config_of(student).__dict__, "rows": [row.to_dict() for row in rows]})
+        common.print_json(
+            {"config": dataclasses.asdict(sp.config_of(student)), "rows": [row.to_dict() for row in rows]}
+        )
     else:
         common.print_table(comparison(rows))

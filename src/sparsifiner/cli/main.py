@@ -7,7 +7,7 @@ import sys
 import typer
 
 from sparsifiner import __version__
-from sparsifiner.cli import bench, calibrate, demo, evaluate, flops, info, train
+from sparsifiner.cli import bench, calibrate, demo, evaluate, flops, info, sweep, tables, train
 from sparsifiner.errors import SparsifinerError
 
 app = typer.Typer(
@@ -24,6 +24,8 @@ app.command("train")(train.command)
 app.command("eval")(evaluate.evaluate)
 app.command("flops")(flops.flops)
 app.command("bench")(bench.bench)
+app.command("sweep")(sweep.sweep)
+app.command("tables")(tables.tables)
 app.command("info")(info.info)
 
 

@@ -39,11 +39,12 @@ class ImageLoader:
     """Batches of ``(images, labels)`` in a fixed order; labels are -1 where the data has none.
 
     Attributes:
+        dataset: the images one by one.
         skipped: ``(name, reason)`` of unreadable images passed over so far in this iteration.
     """
 
     def __init__(self, dataset: Images, batch_size: int, workers: int, skip_unreadable: bool) -> None:
-        self._dataset = dataset
+        self.dataset = dataset
         self._loader = DataLoader(dataset, batch_size, num_workers=workers, collate_fn=collate)
         self._skip = skip_unreadable
         self.skipped: list[tuple[str, str]] = []
@@ -55,7 +56,7 @@ class ImageLoader:
     @property
     def num_images(self) -> int:
         """How many images will be read, unreadable ones included."""
-        return len(self._dataset)
+        return len(self.dataset)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.skipped = []
@@ -99,31 +100,6 @@ def open_images(
         workers: processes that decode beside the model; 0 decodes in this one.
         skip_unreadable: pass over images that cannot be read, and count them, instead of stopping.
     """
-    dataset = open_dataset(
-        data,
-        transform,
-        num_classes=num_classes,
-        class_map=class_map,
-        split=split,
-        limit=limit,
-        offset=offset,
-        seed=seed,
-    )
-    return ImageLoader(dataset, batch_size, workers, skip_unreadable)
-
-
-def open_dataset(
-    data: str | os.PathLike[str],
-    transform: Callable[[Any], Tensor],
-    *,
-    num_classes: int | None = None,
-    class_map: str | os.PathLike[str] | None = None,
-    split: str = "validation",
-    limit: int | None = None,
-    offset: int = 0,
-    seed: int = 0,
-) -> Images:
-    """The images one by one; arguments as in `open_images`."""
     reader = _open_reader(str(data), split)
     order = range(len(reader))
     if limit is not None or offset:
@@ -135,7 +111,8 @@ def open_dataset(
     if not len(order):
         raise DataError(f"{data}: no images left after leaving out {offset} of {len(reader)}")
     mapping = None if num_classes is None else _label_mapping(reader, num_classes, class_map, str(data))
-    return Images(reader, order, transform, mapping, num_classes)
+    dataset = Images(reader, order, transform, mapping, num_classes)
+    return ImageLoader(dataset, batch_size, workers, skip_unreadable)
 
 
 def preprocessing(model: nn.Module, how: Preprocess = "model") -> Callable[[Any], Tensor]:

@@ -20,7 +20,7 @@ from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from sparsifiner.data.images import Failure, Preprocess, accept, open_dataset, preprocessing
+from sparsifiner.data.images import Failure, Preprocess, accept, open_images, preprocessing
 from sparsifiner.distillation.recipe import Recipe
 from sparsifiner.errors import ConfigError, DataError
 
@@ -149,7 +149,7 @@ def from_files(
 ) -> TrainingSet:
     """Image files, augmented as the recipe says; arguments as in `sparsifiner.data.images.open_images`."""
     labels = getattr(model, "num_classes", None) if recipe.label_weight and recipe.phase2_epochs else None
-    images = open_dataset(
+    images = open_images(
         data,
         augmentation(model, recipe, preprocess),
         num_classes=labels,
@@ -157,7 +157,7 @@ def from_files(
         split=split,
         limit=limit,
         seed=recipe.seed,
-    )
+    ).dataset
     return TrainingSet(images, recipe, varies=recipe.varies() is not None, skip_unreadable=skip_unreadable)
 
 

@@ -129,7 +129,7 @@ class Trainer:
         self.state = RunState(
             1 if recipe.phase1_epochs else 2, 0, dataclasses.asdict(recipe), processes.world, len(data)
         )
-        self.mix = mixing(recipe, int(getattr(student, "num_classes", 0)))
+        self.mix = mixing(recipe, conversion_of(student).host.num_classes(student))
         self.interruption = Interruption()
         self._saved: Path | None = None
         self._optimiser_state: dict[str, Tensor] | None = None
@@ -321,8 +321,8 @@ class Trainer:
         with waits:
             with cast:
                 targets = self.teacher(batch)
-                logits, tokens, attention = self.joint(batch.images)
-            parts = phases.joint_losses(r, batch, targets, logits, tokens, attention)
+                passed = self.joint(batch.images)
+            parts = phases.joint_losses(r, batch, targets, passed)
             (parts["loss"] * share).backward()
         return parts
 

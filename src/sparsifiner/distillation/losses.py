@@ -78,9 +78,22 @@ def attention_square(q: Tensor, k: Tensor, num_prefix: int, scale: float) -> Ten
     return (total / (q.shape[0] * q.shape[1] * q.shape[2])).to(dtype)
 
 
-def token_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Eq. 8: mean squared error of the last block's tokens ``[batch, n, D]``."""
-    return functional.mse_loss(student.float(), teacher.float())
+def token_loss(student: Tensor, teacher: Tensor, presence: Tensor | None = None) -> Tensor:
+    """Eq. 8: mean squared error of the last block's tokens ``[batch, n, D]``, of those that are there if some are not.
+
+    ``presence`` ``[batch, n]`` has no part in the gradient: a token is not dropped for being hard to match.
+    """
+    if presence is None:
+        return functional.mse_loss(student.float(), teacher.float())
+    error = (student.float() - teacher.float()).square().mean(-1)
+    weight = presence.detach().float()
+    return (error * weight).sum() / weight.sum()
+
+
+def kept_tokens(tokens: Tensor, cells: Tensor, num_prefix: int) -> Tensor:
+    """Of all tokens ``[batch, n, D]`` the prefix and the patches of ``cells`` ``[batch, kept]``."""
+    patches = tokens[:, num_prefix:].gather(1, cells[..., None].expand(-1, -1, tokens.shape[-1]))
+    return torch.cat([tokens[:, :num_prefix], patches], dim=1)
 
 
 def prediction_loss(student: Tensor, teacher: Tensor) -> Tensor:

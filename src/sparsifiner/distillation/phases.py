@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,16 @@ from sparsifiner.distillation.recipe import Recipe
 from sparsifiner.distillation.straight import straight_through
 from sparsifiner.distillation.teacher import Targets, watching
 from sparsifiner.errors import ConfigError
+from sparsifiner.inspect.flops import layer_tokens
 from sparsifiner.inspect.observe import observing
 from sparsifiner.nn.attention import Core, Observation, SparseAttention
+from sparsifiner.tokens.dynamicvit import ratio_loss
+
+# What hosts call their tokens and position embeddings.
+EMBEDDINGS = {
+    *("pos_embed", "cls_token", "dist_token", "reg_token"),  # timm
+    *("position_embeddings", "position_embedding", "class_embedding", "distillation_token", "register_tokens"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +64,7 @@ def schedule(recipe: Recipe, phase: int, steps_per_epoch: int) -> Schedule:
 
 def learning_layers(student: nn.Module) -> list[SparseAttention]:
     """Layers that have something to predict: those that are dense anyway do not."""
-    return [layer for layer in sparse_layers(student) if not layer.is_dense(layer.grid.num_tokens)]
+    return [layer for layer in sparse_layers(student) if not layer.is_dense()]
 
 
 def predictor_names(student: nn.Module) -> set[str]:
@@ -70,28 +79,36 @@ def learns(student: nn.Module, recipe: Recipe, phase: int, trainable: set[str]) 
     """
     names = {id(parameter): name for name, parameter in student.named_parameters()}
     layers = learning_layers(student)
-    if not layers:
+    if phase == 1 and not layers:
         raise ConfigError("every layer is dense at this keep rate: there is nothing to learn to predict")
+    if phase == 2 and recipe.token_method == "evit":  # a budget can cover all tokens that are left
+        seen = dict(zip(sparse_layers(student), layer_tokens(student), strict=True))
+        layers = [layer for layer in layers if not layer.is_dense(seen[layer].attention)]
     predictors = {names[id(p)] for layer in layers for p in layer.predictor.parameters()}
     if phase == 1:
         return predictors
-    host = trainable - predictor_names(student)
+    host = trainable - predictor_names(student) - conversion_of(student).host.unused(student)
     # Which keys are kept is not differentiable: without one of these the predictors have no gradient.
-    reached = recipe.residual or recipe.straight_through or recipe.attention_weight > 0
+    used = recipe.residual or recipe.pattern == "linformer"
+    reached = used or recipe.straight_through or recipe.attention_weight > 0
     return host | predictors if reached else host
 
 
 def parameter_groups(student: nn.Module, recipe: Recipe, phase: int, names: set[str]) -> list[dict]:
     """AdamW's groups. Eq. 11: decay reaches matrices and ``w_up``, not norms, biases, embeddings and ``w_down``."""
-    groups: dict[tuple[bool, bool], dict] = {}
+    groups: dict[tuple[float, bool], dict] = {}
     for name, parameter in student.named_parameters():
         if name not in names:
             continue
         of_predictor = name in predictor_names(student)
         decays = name.endswith("w_up") if of_predictor else parameter.ndim >= 2 and not _embeds(name)
-        rate = recipe.predictor_learning_rate if of_predictor and phase == 2 else 1.0
+        rate = 1.0
+        if phase == 2 and of_predictor:
+            rate = recipe.predictor_learning_rate
+        elif ".scorer." in name:
+            rate = recipe.scorer_learning_rate
         group = groups.setdefault(
-            (of_predictor, decays),
+            (rate, decays),
             {"params": [], "names": [], "weight_decay": recipe.weight_decay if decays else 0.0, "rate": rate},
         )
         group["params"].append(parameter)
@@ -100,7 +117,7 @@ def parameter_groups(student: nn.Module, recipe: Recipe, phase: int, names: set[
 
 
 def _embeds(name: str) -> bool:
-    return name.rpartition(".")[2] in ("pos_embed", "cls_token", "dist_token", "reg_token")
+    return not EMBEDDINGS.isdisjoint(name.split("."))
 
 
 def predictor_pass(student: nn.Module, recipe: Recipe, batch: Batch, share: float, exact: bool) -> dict[str, Tensor]:
@@ -141,8 +158,28 @@ def predictor_pass(student: nn.Module, recipe: Recipe, batch: Batch, share: floa
     return {"loss": mean, "attention": mean}
 
 
+class Passed(NamedTuple):
+    """What phase 2's forward gives; a tuple, which DistributedDataParallel can look into.
+
+    Attributes:
+        logits: ``[batch, classes]``.
+        tokens: of the last block, prefix and patches, ``[batch, n, D]``.
+        cells: the patches' places on the grid, where tokens were dropped.
+        presence: ``[batch, n]``, how much each token is still there, where tokens were dropped by weight.
+        attention: the attention loss, if one is wanted.
+        ratio: DynamicViT's loss for keeping more or fewer tokens than asked.
+    """
+
+    logits: Tensor
+    tokens: Tensor
+    cells: Tensor | None
+    presence: Tensor | None
+    attention: Tensor
+    ratio: Tensor
+
+
 class Joint(nn.Module):
-    """Phase 2's forward: the sparse model's predictions and last tokens, and its attention loss if one is wanted.
+    """Phase 2's forward: the sparse model's predictions and last tokens, and losses that arise on the way.
 
     A module of its own, because that is what DistributedDataParallel wraps.
     """
@@ -151,10 +188,11 @@ class Joint(nn.Module):
         super().__init__()
         self.student = student
         self.recipe = recipe
-        self.last_block = [conversion_of(student).host.last_block(student)]  # in a list: no child twice
+        self.host = conversion_of(student).host
+        self.last_block = [self.host.last_block(student)]  # in a list: no child twice
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``[batch, ...]`` images to logits, tokens, and a loss."""
+    def forward(self, images: Tensor) -> Passed:
+        """Of a batch of images."""
         layers = learning_layers(self.student)
         found: list[Tensor] = []
 
@@ -165,8 +203,8 @@ class Joint(nn.Module):
                     losses.attention_loss(
                         seen.q.detach(),
                         seen.k.detach(),
-                        *layer.predictor.at(layer.grid.size),
-                        num_prefix=layer.grid.num_prefix,
+                        *map(layer.grid.pick, layer.predictor.at(layer.grid.size)),
+                        num_prefix=layer.grid.prefix,
                         scale=layer.scale,
                         tau=layer.config.tau,
                     )
@@ -174,27 +212,37 @@ class Joint(nn.Module):
 
         watched = layers if self.recipe.attention_weight else []
         core = straight_through if self.recipe.straight_through else None
-        with observing(watched, observe), watching(self.last_block[0]) as tokens, _with_core(layers, core):
-            logits = self.student(images)
+        replaced = layers if core else []  # a core that somebody else has set stays
+        with observing(watched, observe), watching(self.last_block[0]) as tokens, _with_core(replaced, core):
+            logits = self.host.logits(self.student(images))
         attention = torch.stack(found).mean() if found else logits.new_zeros(())
-        return logits, tokens[-1], attention
+        grid, last = conversion_of(self.student).grid, tokens[-1]
+        if grid.num_fused:  # has no counterpart in the teacher
+            last = torch.cat([last[:, : grid.num_prefix], last[:, grid.prefix :]], dim=1)
+        pruning = conversion_of(self.student).config.tokens
+        ratio = ratio_loss(grid, pruning) if pruning and grid.shares else logits.new_zeros(())
+        return Passed(logits, last, grid.cells, grid.presence, attention, ratio)
 
 
-def joint_losses(
-    recipe: Recipe, batch: Batch, targets: Targets, logits: Tensor, tokens: Tensor, attention: Tensor
-) -> dict[str, Tensor]:
+def joint_losses(recipe: Recipe, batch: Batch, targets: Targets, passed: Passed) -> dict[str, Tensor]:
     """Eq. 12 and its parts; parts without a weight are left out."""
     mixed = batch.labels.ndim == 2
     parts: dict[str, tuple[float, Tensor]] = {}
     if recipe.label_weight:
         smoothing = 0.0 if mixed else recipe.label_smoothing  # mixup smooths by itself
-        parts["label"] = recipe.label_weight, losses.label_loss(logits, batch.labels, smoothing)
+        parts["label"] = recipe.label_weight, losses.label_loss(passed.logits, batch.labels, smoothing)
     if recipe.token_weight:
-        parts["token"] = recipe.token_weight, losses.token_loss(tokens, targets.tokens)
+        wanted = targets.tokens
+        if passed.cells is not None:
+            prefix = passed.tokens.shape[1] - passed.cells.shape[1]
+            wanted = losses.kept_tokens(wanted, passed.cells, prefix)
+        parts["token"] = recipe.token_weight, losses.token_loss(passed.tokens, wanted, passed.presence)
     if recipe.prediction_weight:
-        parts["prediction"] = recipe.prediction_weight, losses.prediction_loss(logits, targets.logits)
+        parts["prediction"] = recipe.prediction_weight, losses.prediction_loss(passed.logits, targets.logits)
     if recipe.attention_weight:
-        parts["attention"] = recipe.attention_weight, attention
+        parts["attention"] = recipe.attention_weight, passed.attention
+    if recipe.token_keep is not None and recipe.token_method == "dynamicvit" and recipe.ratio_weight:
+        parts["ratio"] = recipe.ratio_weight, passed.ratio
     if not parts:
         raise ConfigError("all weights of phase 2's losses are 0")
     total = torch.stack([weight * value for weight, value in parts.values()]).sum()

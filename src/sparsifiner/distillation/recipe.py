@@ -14,7 +14,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from sparsifiner.config import SparseConfig
+from sparsifiner.config import SparseConfig, TokenConfig
 from sparsifiner.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -42,6 +42,14 @@ class Recipe:
         None, "Basis entries up to this count as zero; 2 / tokens if not given.", low=0
     )
     tile: str | None = _option(None, "Share lists in tiles of the grid, such as 2x2.")
+    pattern: Literal["learned", "window", "axial", "strided", "bigbird", "linformer"] = _option(
+        "learned", "How keys are chosen; all but the first are baselines to compare with."
+    )
+    token_keep: float | None = _option(
+        None, "Drop tokens too: the share of the patches that a block keeps.", low=0, high=1
+    )
+    token_method: Literal["evit", "dynamicvit"] = _option("evit", "How the tokens to keep are chosen.")
+    token_fuse: bool = _option(False, "EViT: the dropped tokens live on in one.")
     elastic: str | None = _option(
         None, "Draw the keep rate of each step of phase 2 from this range, such as 0.05:0.5: one model for all of them."
     )
@@ -69,10 +77,18 @@ class Recipe:
     predictor_learning_rate: float = _option(
         1.0, "Learning rate of the predictors in phase 2, relative to the rest.", low=0
     )
+    scorer_learning_rate: float = _option(
+        100.0,
+        "Learning rate of DynamicViT's networks in phase 2, relative to the rest; they start from nothing.",
+        low=0,
+    )
     label_weight: float = _option(1.0, "Weight of the cross-entropy with the labels.", low=0)
     token_weight: float = _option(0.5, "Weight of the squared error of the last tokens.", low=0)
     prediction_weight: float = _option(0.5, "Weight of the divergence of the predictions.", low=0)
     attention_weight: float = _option(0.0, "Weight of the attention loss in phase 2.", low=0)
+    ratio_weight: float = _option(
+        2.0, "Weight of DynamicViT's loss for keeping more or fewer tokens than asked.", low=0
+    )
 
     # Optimiser (AdamW)
     batch_size: int = _option(168, "Images per process and pass.", low=1)
@@ -115,6 +131,7 @@ class Recipe:
             self.tile_shape()
         if self.elastic is not None:
             self.elastic_range()
+        self.tokens()
         for phase in (1, 2):
             top, end = (getattr(self, f"phase{phase}_{name}learning_rate") for name in ("", "final_"))
             if end > top:
@@ -136,6 +153,12 @@ class Recipe:
         if not (cross and rows.isdigit() and columns.isdigit()):
             raise ConfigError(f"tile: expected ROWSxCOLUMNS, such as 2x2, got {self.tile!r}")
         return int(rows), int(columns)
+
+    def tokens(self) -> TokenConfig | None:
+        """Which tokens are dropped."""
+        if self.token_keep is None:
+            return None
+        return TokenConfig(self.token_keep, self.token_method, fuse=self.token_fuse)
 
     def elastic_range(self) -> tuple[float, float] | None:
         """``elastic`` as lowest and highest keep rate."""
@@ -165,7 +188,8 @@ class Recipe:
         """Settings of `SparseConfig` that are given; the others are suggested for the model."""
         chosen = {"n_down": self.n_down, "tau": self.tau, "basis_threshold": self.basis_threshold}
         chosen = {name: value for name, value in chosen.items() if value is not None}
-        return chosen | {"residual": self.residual, "tile": self.tile_shape()}
+        kind = {"pattern": self.pattern, "tokens": self.tokens()}
+        return chosen | kind | {"residual": self.residual, "tile": self.tile_shape()}
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with some settings changed, validated anew."""

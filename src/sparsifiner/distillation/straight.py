@@ -21,7 +21,7 @@ def straight_through(layer: SparseAttention, q: Tensor, k: Tensor, v: Tensor) ->
     connectivity, residual = layer.predict(q, k)
     a_down, w_up = residual.a_down, residual.w_up
     kept = torch.where(a_down > layer.config.tau, a_down, 0).to(q.dtype)
-    kept = functional.pad(kept, (0, 0, layer.grid.num_prefix, 0))  # [batch, heads, n, m]
+    kept = functional.pad(kept, (0, 0, layer.grid.prefix, 0))  # [batch, heads, n, m]
     basis = torch.where(w_up > layer.basis_threshold, w_up, 0).to(q.dtype).mT.expand(len(q), -1, -1, -1)
     queries = torch.cat([q * layer.scale, kept - kept.detach(), kept.detach()], dim=-1)
     keys = torch.cat([k, basis.detach(), basis - basis.detach()], dim=-1)

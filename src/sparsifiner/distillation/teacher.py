@@ -49,13 +49,14 @@ class LiveTeacher:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model.eval().requires_grad_(False)
-        self.last_block = find_host(model).last_block(model)
+        self.host = find_host(model)
+        self.last_block = self.host.last_block(model)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Targets:
         """Runs it."""
         with watching(self.last_block) as tokens:
-            logits = self.model(batch.images)
+            logits = self.host.logits(self.model(batch.images))
         return Targets(logits, tokens[-1])
 
 

@@ -8,16 +8,18 @@ from typing import Any
 
 import timm
 from timm.layers import attention as timm_attention
+from timm.models import vision_transformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+import sparsifiner.hosts.lvvit  # noqa: F401 - registers LV-ViT with timm, so that `_build` finds it by name
 from sparsifiner.errors import CheckpointError, DataError
-from sparsifiner.hosts import Host, Site
-from sparsifiner.nn.attention import AttentionAdapter
+from sparsifiner.hosts import BlockAdapter, BlockSite, Host, Site
+from sparsifiner.nn.attention import NO_MASK, AttentionAdapter
 from sparsifiner.nn.grid import TokenGrid
 
 SUPPORTED = (
-    "timm's VisionTransformer family: ViT of any size, DeiT (distilled too), DeiT-3, DINOv2, "
+    "timm's VisionTransformer family: ViT of any size, DeiT (distilled too), DeiT-3, DINOv2, LV-ViT, "
     "with or without class token, registers, layer scale or qk-norm"
 )
 
@@ -52,8 +54,16 @@ def _mixing(attention: Any) -> Tensor:
     return attention.proj.weight
 
 
+def _arguments(
+    attention: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
+) -> tuple[Tensor, str | None]:
+    return x, NO_MASK if attn_mask is not None or is_causal else None
+
+
 # By exact type: a subclass may compute something else.
-ADAPTERS = {timm_attention.Attention: AttentionAdapter(qkv=_qkv, project=_project, mixing=_mixing)}
+ADAPTERS = {
+    timm_attention.Attention: AttentionAdapter(qkv=_qkv, project=_project, mixing=_mixing, arguments=_arguments)
+}
 
 
 @dataclasses.dataclass
@@ -79,7 +89,7 @@ class _GridWatcher:
             if height % patch[0] or width % patch[1]:
                 raise DataError(f"images are {height} x {width}, not a whole number of {patch[0]} x {patch[1]} patches")
         rows, columns = patch_embed.dynamic_feat_size((height, width))
-        self.grid.size = (int(rows), int(columns))
+        self.grid.begin((int(rows), int(columns)))
 
 
 def _watch(model: Any, grid: TokenGrid) -> Any:
@@ -159,8 +169,57 @@ def _image_size(model: Any) -> tuple[int, int]:
     return int(height), int(width)
 
 
+def _class_token(model: Any) -> bool:
+    return bool(model.has_class_token)
+
+
+def _attend(block: Any, x: Tensor, **settings: Any) -> Tensor:
+    return x + block.drop_path1(block.ls1(block.attn(block.norm1(x), **settings)))
+
+
+def _feed(block: Any, x: Tensor) -> Tensor:
+    return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
+
+
+def _attend_normed(block: Any, x: Tensor, **settings: Any) -> Tensor:
+    return x + block.drop_path1(block.norm1(block.attn(x, **settings)))
+
+
+def _feed_normed(block: Any, x: Tensor) -> Tensor:
+    return x + block.drop_path2(block.norm2(block.mlp(x)))
+
+
+def _width(block: Any) -> int:
+    return block.attn.proj.out_features
+
+
+# By exact type, as above. Blocks that do both halves at once have nothing in between.
+BLOCKS = {
+    vision_transformer.Block: BlockAdapter(attend=_attend, feed=_feed, dim=_width),
+    vision_transformer.ResPostBlock: BlockAdapter(attend=_attend_normed, feed=_feed_normed, dim=_width),
+}
+
+
+def _blocks(model: Any) -> list[BlockSite]:
+    return [
+        BlockSite(model.blocks, name, block, BLOCKS.get(type(block))) for name, block in model.blocks.named_children()
+    ]
+
+
 def _last_block(model: Any) -> nn.Module:
     return model.blocks[-1]
+
+
+def _num_classes(model: Any) -> int:
+    return int(model.num_classes)
+
+
+def _unused(model: Any) -> set[str]:
+    return set()
+
+
+def _logits(output: Any) -> Tensor:
+    return output
 
 
 HOST = Host(
@@ -173,5 +232,10 @@ HOST = Host(
     describe=_describe,
     build=_build,
     image_size=_image_size,
+    class_token=_class_token,
+    blocks=_blocks,
     last_block=_last_block,
+    num_classes=_num_classes,
+    unused=_unused,
+    logits=_logits,
 )

@@ -24,7 +24,9 @@ class LayerCapture:
         queries: token indices of the rows below, prefix tokens first.
         heads: which heads the rows below are of.
         grid: rows and columns of patches of the image.
-        num_prefix: prefix tokens before the patches.
+        num_prefix: tokens before the patches, one fused from dropped ones included.
+        cells: int64 ``[batch, n - num_prefix]``, the grid cell of each patch token (row by row, from 0); None where
+            no tokens have been dropped.
         mask: boolean ``[batch, h, Q, n]``, True where the query attends to the key.
         full_map: the true attention ``[batch, h, Q, n]``.
         sparse_map: the attention over the kept keys, renormalised; zero elsewhere.
@@ -37,6 +39,7 @@ class LayerCapture:
     heads: Tensor
     grid: tuple[int, int]
     num_prefix: int
+    cells: Tensor | None
     mask: Tensor
     full_map: Tensor
     sparse_map: Tensor
@@ -92,27 +95,29 @@ def _record(seen: Observation, heads: Sequence[int] | None, queries: Sequence[in
     device = seen.q.device
     rows = torch.tensor(_within(queries, n, "query"), device=device)
     picked = torch.tensor(_within(heads, layer.num_heads, "head"), device=device)
-    prefix = layer.grid.num_prefix
+    prefix = layer.grid.prefix
     dtype = accumulation_dtype(seen.q.dtype)
     q, k = seen.q[:, picked][:, :, rows].to(dtype), seen.k[:, picked].to(dtype)
     logits = q @ k.mT * layer.scale
     full_map = torch.softmax(logits, dim=-1)
     mask = torch.ones_like(full_map, dtype=torch.bool)
     estimate = coefficients = None
-    if seen.connectivity is not None and seen.residual is not None:
-        mask = seen.connectivity.mask(rows)[:, picked]
-        is_patch = (rows >= prefix)[:, None]
+    is_patch = (rows >= prefix)[:, None]
+    if seen.residual is not None:
+        # Low-rank attention alone keeps no key of a patch query.
+        mask = (~is_patch).expand_as(mask) if seen.connectivity is None else seen.connectivity.mask(rows)[:, picked]
         a_down = seen.residual.a_down[:, picked][:, :, (rows - prefix).clamp(min=0)]
         coefficients = torch.where(is_patch, a_down, 0)
-        estimate = coefficients @ seen.residual.w_up[picked].to(dtype)
+        estimate = coefficients @ seen.residual.w_up[..., picked, :, :].to(dtype)
     return LayerCapture(
         queries=rows,
         heads=picked,
         grid=layer.grid.size,
         num_prefix=prefix,
+        cells=layer.grid.cells,
         mask=mask,
         full_map=full_map,
-        sparse_map=torch.softmax(logits.masked_fill(~mask, -torch.inf), dim=-1),
+        sparse_map=torch.softmax(logits.masked_fill(~mask, -torch.inf), dim=-1).nan_to_num(0.0),
         estimate=estimate,
         coefficients=coefficients,
         connectivity=seen.connectivity,

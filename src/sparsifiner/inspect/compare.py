@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsifiner.convert import config_of, dense_mode, reconfigure, sparse_layers
+from sparsifiner.convert import config_of, dense_mode, host_of, reconfigure, sparse_layers
 from sparsifiner.errors import DataError
 from sparsifiner.inspect.flops import count_flops
 from sparsifiner.inspect.statistics import measure
 from sparsifiner.nn.attention import Core, SparseAttention
 from sparsifiner.ops import reference
-from sparsifiner.ops.connectivity import low_rank_attention
 
 # Images on which connections and densities are counted; they vary little from image to image.
 STATISTICS_IMAGES = 32
@@ -36,29 +35,20 @@ class Form:
 
 def _exact_top(layer: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The oracle: the exact top-B of the true attention, which costs as much as what it saves."""
-    prefix = layer.grid.num_prefix
+    prefix = layer.grid.prefix
     true = reference.full_attention(q, k, layer.scale)
-    mask = reference.top_budget(true, layer.budget(q.shape[2]))
+    mask = reference.top_budget(true, min(layer.budget(), q.shape[2]))
     mask[..., :prefix] = True
     mask[:, :, :prefix] = True
     mask.diagonal(dim1=2, dim2=3).fill_(True)
     return reference.masked_attention(q, k, v, mask, layer.scale)
 
 
-def _low_rank_only(layer: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The estimate alone, as Linformer would: nothing is selected, prefix rows stay exact."""
-    prefix = layer.grid.num_prefix
-    w_down, w_up = layer.predictor.at(layer.grid.size)
-    a_down = low_rank_attention(q, k, w_down, prefix, layer.scale)
-    exact = reference.full_attention(q[:, :, :prefix], k, layer.scale) @ v
-    return torch.cat([exact, a_down @ (w_up @ v)], dim=2)
-
-
 DENSE = Form("dense", needs_keep=False)
 PAPER = Form("paper form", {"residual": False, "tile": None})
 RESIDUAL = Form("residual", {"residual": True, "tile": None})
 ORACLE = Form("exact top-B", core=_exact_top, counted=False)
-LOW_RANK = Form("low-rank only", core=_low_rank_only, needs_keep=False, counted=False)
+LOW_RANK = Form("low-rank only", {"pattern": "linformer", "tile": None}, needs_keep=False, counted=False)
 
 
 def tiled(tile: tuple[int, int]) -> Form:
@@ -71,7 +61,8 @@ class Row:
     """One form at one keep rate, on ``images`` images.
 
     ``top1`` and ``agreement`` are in percent; agreement and ``divergence`` (mean KL of the predictions) are to
-    the dense model; multiply-adds are per image, measured; ``milliseconds`` is the median per image.
+    the dense model; ``recall`` is the mean over layers; multiply-adds are per image, measured; ``milliseconds`` is the
+    median per image.
     """
 
     form: str
@@ -81,6 +72,7 @@ class Row:
     agreement: float
     divergence: float
     kept_share: float | None
+    recall: float | None
     attention_macs: float | None
     total_macs: float | None
     milliseconds: float
@@ -120,6 +112,7 @@ def predict_all(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], adva
                 images = images.to(device)
                 start = time.perf_counter()
                 out = model(images)
+                out = out if isinstance(out, Tensor) else host_of(model).logits(out)
                 times.append((time.perf_counter() - start) * 1000 / len(images))
                 if not bool(torch.isfinite(out).all()):
                     raise DataError("the model's output is not finite: are the images?")
@@ -153,7 +146,7 @@ def running_as(student: nn.Module, form: Form, keep: float | None) -> Iterator[N
         finally:
             for layer in layers:
                 layer.core = None
-            reconfigure(student, **{field: getattr(before, field) for field in ("keep", "residual", "tile", "backend")})
+            reconfigure(student, **{field: getattr(before, field) for field in ("keep", "backend", *form.changes)})
 
 
 def compare(
@@ -196,11 +189,12 @@ def evaluate(
     """One row of `compare`, and the logits it rests on; ``dense`` are the dense model's, None if this is it."""
     with running_as(student, form, keep):
         result = predict_all(student, batches, advance)
-    kept_share = counts = None
+    kept_share = recall = counts = None
     if form.counted:  # by the model itself, whatever computes the form
         with running_as(student, dataclasses.replace(form, core=None), keep):
             statistics = measure(student, _first_images(batches, STATISTICS_IMAGES))
             kept_share = sum(layer.kept_share for layer in statistics) / len(statistics)
+            recall = sum(layer.recall for layer in statistics) / len(statistics)
             counts = count_flops(student, convention="measured", statistics=statistics)
     dense = result.logits if dense is None else dense
     row = Row(
@@ -211,6 +205,7 @@ def evaluate(
         agreement=agreement(result.logits, dense),
         divergence=divergence(result.logits, dense),
         kept_share=kept_share,
+        recall=recall,
         attention_macs=counts and counts.mhsa,
         total_macs=counts and counts.total,
         milliseconds=result.milliseconds,

@@ -15,9 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparsifiner.convert import conversion_of, restore, sparse_layers
+from sparsifiner.config import BlockTokens
+from sparsifiner.convert import config_of, conversion_of, restore, sparse_layers
 from sparsifiner.errors import ConfigError
 from sparsifiner.inspect.statistics import LayerStatistics, measure
+from sparsifiner.nn.attention import SparseAttention
+from sparsifiner.nn.grid import TokenGrid
+from sparsifiner.tokens.install import pruning_blocks
 
 # The effective density of A~_down W_up that reproduces the paper's DeiT-S rows to 0.1 %, and LV-ViT-S's.
 DEIT_S_DENSITY = 0.1743
@@ -71,19 +75,6 @@ def linformer_layer(tokens: int, dim: int, n_down: int) -> int:
     return 4 * tokens * n_down * dim
 
 
-def pruned_tokens(tokens: int, ratio: float, stages: Sequence[int], num_prefix: int = 1) -> list[int]:
-    """Tokens that each layer's attention sees when token pruning keeps ``ratio`` of them after every stage.
-
-    ``stages`` are the numbers of layers between prunings; their sum is the depth. As in the counts the paper
-    quotes, the kept part is rounded up and the prefix stays.
-    """
-    counts = []
-    for layers in stages:
-        counts += [tokens] * layers
-        tokens = -int(-ratio * (tokens - num_prefix) // 1) + num_prefix
-    return counts
-
-
 @dataclasses.dataclass(frozen=True)
 class FlopCount:
     """Multiply-adds for one image.
@@ -96,6 +87,7 @@ class FlopCount:
         mlp: the feed-forward parts.
         other: patch embedding, head and whatever else multiplies.
         dense_attention: what the attention core of the dense host costs.
+        dense_rest: what all else of the dense host costs; more than ours where tokens are dropped.
         convention: how attention, predictor and residual were counted.
     """
 
@@ -106,6 +98,7 @@ class FlopCount:
     mlp: float
     other: float
     dense_attention: float
+    dense_rest: float
     convention: str
 
     @property
@@ -121,7 +114,7 @@ class FlopCount:
     @property
     def dense_total(self) -> float:
         """The whole dense host."""
-        return self.total - self.mhsa + self.dense_attention
+        return self.dense_attention + self.dense_rest
 
     def to_dict(self) -> dict[str, float | str]:
         """For JSON and tables."""
@@ -159,48 +152,82 @@ def count_flops(
     record = conversion_of(student)
     layers = sparse_layers(student)
     grid = record.host.grid(student)
-    n, prefix = grid.num_tokens, grid.num_prefix
-    parts, dense_attention = [], 0
-    for index, layer in enumerate(layers):
-        heads = layer.num_heads
-        dim = heads * layer.head_dim
-        dense_attention += dense_layer(n, dim)
-        if layer.is_dense(n):
-            parts.append(LayerCount(dense_layer(n, dim), 0))
-        elif convention == "paper":
-            landmarks = layer.predictor.n_down
-            parts.append(sparse_layer(n, dim, heads, layer.budget(n), landmarks, density, prefix))
-        else:
-            assert statistics is not None
-            parts.append(_measured_layer(layer, statistics[index], n, prefix))
-    projections, mlp, other = _outside_attention(student)
+    record.grid.begin(grid.size)  # budgets are shares of it
+    seen = layer_tokens(student)
+    measured = statistics if convention == "measured" and statistics is not None else [None] * len(layers)
+    parts = [_layer(layer, n, density, found) for layer, n, found in zip(layers, seen, measured, strict=True)]
+    dense_attention = sum(dense_layer(grid.num_tokens, layer.num_heads * layer.head_dim) for layer in layers)
+    outside = _outside_attention(student)
+    projections = sum(count * n.attention / grid.num_tokens for count, n in zip(outside.projections, seen, strict=True))
+    mlp = sum(count * n.feed_forward / grid.num_tokens for count, n in zip(outside.mlp, seen, strict=True))
     return FlopCount(
         attention=sum(part.attention for part in parts),
         predictor=sum(part.predictor for part in parts),
         residual=sum(part.residual for part in parts),
         projections=projections,
         mlp=mlp,
-        other=other,
+        other=outside.other + _scorers(student, grid),
         dense_attention=dense_attention,
+        dense_rest=sum(outside.projections) + sum(outside.mlp) + outside.other,
         convention=convention,
     )
 
 
-def _measured_layer(layer, seen: LayerStatistics, n: int, prefix: int) -> LayerCount:
+def layer_tokens(student: nn.Module) -> list[BlockTokens]:
+    """How many tokens each layer's attention and feed-forward part see at the model's own input size."""
+    grid, depth, tokens = (
+        conversion_of(student).host.grid(student),
+        len(sparse_layers(student)),
+        config_of(student).tokens,
+    )
+    if tokens is None:
+        return [BlockTokens(grid.num_prefix, grid.num_tokens, grid.num_tokens)] * depth
+    return tokens.layer_tokens(grid.num_tokens - grid.num_prefix, grid.num_prefix, depth)
+
+
+def _scorers(student: nn.Module, grid: TokenGrid) -> int:
+    """The networks that choose tokens: every linear map, once for each token that is there before the choice."""
+    patches, total = grid.num_tokens - grid.num_prefix, 0
+    for block in pruning_blocks(student):
+        if block.scorer is not None:
+            total += patches * sum(m.weight.numel() for m in block.scorer.modules() if isinstance(m, nn.Linear))
+        patches = block.config.kept(patches)
+    return total
+
+
+def _layer(layer: SparseAttention, seen: BlockTokens, density: float, measured: LayerStatistics | None) -> LayerCount:
+    """One layer, by the paper's count or as it was measured."""
+    n, prefix = seen.attention, seen.prefix
     heads, head_dim, landmarks = layer.num_heads, layer.head_dim, layer.predictor.n_down
-    dim, patches = heads * head_dim, n - prefix
-    residual = 0.0
-    if layer.config.residual:  # pooled values, their product with the coefficients, estimates on kept keys
-        residual = n * landmarks * dim + patches * landmarks * dim + seen.connections * landmarks
+    dim, patches, pattern = heads * head_dim, n - prefix, layer.config.pattern
+    if layer.is_dense(n):
+        return LayerCount(dense_layer(n, dim), 0)
+    if pattern == "linformer":
+        return LayerCount(2 * prefix * n * dim, linformer_layer(n, dim, landmarks) - 2 * prefix * landmarks * dim)
+    if measured is None:
+        count = sparse_layer(n, dim, heads, layer.budget(), landmarks, density, prefix)
+        return count if pattern == "learned" else LayerCount(count.attention, 0)
+    low_rank = n * landmarks * dim + patches * landmarks * dim  # a product with all tokens, and one with the queries
+    estimates = low_rank + measured.connections * landmarks  # pooled values, and what the estimate says of kept keys
+    residual = layer.config.residual
     return LayerCount(
-        attention=2 * prefix * n * dim + 2 * seen.connections * head_dim,
-        predictor=n * landmarks * dim + patches * landmarks * dim + seen.score_products,
-        residual=residual,
+        attention=2 * prefix * n * dim + 2 * measured.connections * head_dim,
+        predictor=low_rank + measured.score_products if pattern == "learned" or residual else 0,
+        residual=estimates if residual else 0,
     )
 
 
-def _outside_attention(student: nn.Module) -> tuple[float, float, float]:
-    """Projections, MLPs and the rest of the dense host, by torch's own counter on the meta device."""
+@dataclasses.dataclass(frozen=True)
+class _Outside:
+    """What the dense host multiplies outside the attention core; by block where that depends on its tokens."""
+
+    projections: list[float]
+    mlp: list[float]
+    other: float
+
+
+def _outside_attention(student: nn.Module) -> _Outside:
+    """By torch's own counter on the meta device."""
     record = conversion_of(student)
     dense = restore(student).to("meta").eval()
     height, width = record.host.image_size(dense)
@@ -213,6 +240,11 @@ def _outside_attention(student: nn.Module) -> tuple[float, float, float]:
     root = type(dense).__name__
     sites = [f"{root}.{site.name}" for site in record.host.sites(dense)]
     attention = sum(counts[name] for name in sites)
-    projections = sum(count for name, count in counts.items() if name.rpartition(".")[0] in sites)
-    mlp = sum(count for name, count in counts.items() if name.endswith(".mlp"))
-    return projections, mlp, counter.get_total_flops() / 2 - attention - mlp
+    mlp = [count for name, count in counts.items() if name.endswith(".mlp")]
+    other = counter.get_total_flops() / 2 - attention - sum(mlp)
+    return _Outside(
+        projections=[sum(n for name, n in counts.items() if name.rpartition(".")[0] == site) for site in sites],
+        # One for each layer, unless blocks have several attentions or MLPs; tokens are not dropped in such models.
+        mlp=mlp if len(mlp) == len(sites) else [sum(mlp) / len(sites)] * len(sites),
+        other=other,
+    )

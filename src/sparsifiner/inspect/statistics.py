@@ -23,6 +23,7 @@ class LayerStatistics:
     """Means over images of one layer. A dense layer keeps everything and predicts nothing.
 
     Attributes:
+        tokens: how many tokens the layer saw.
         recall: share of the true attention mass of patch queries that lies on kept keys, over all heads.
         recall_per_head: the same for each head.
         connections: (patch query, key) pairs per image, over all heads.
@@ -33,6 +34,7 @@ class LayerStatistics:
         score_products: those products per image, over all heads.
     """
 
+    tokens: int
     recall: float
     recall_per_head: tuple[float, ...]
     connections: float
@@ -92,16 +94,21 @@ class _Tally:
         self.connections = 0.0
         self.nonzero = 0.0
         self.products = 0.0
-        self.basis = self.rows = self.groups = self.tokens = 0
+        self.basis = 0.0
+        self.rows = self.groups = self.tokens = 0
 
     def add(self, seen: Observation) -> None:
         batch, _, n, _ = seen.q.shape
-        rows = n - self.layer.grid.num_prefix
+        rows = n - self.layer.grid.prefix
         self.images += batch
         self.rows, self.tokens = rows, n
-        if seen.connectivity is None or seen.residual is None:  # dense: all is kept, nothing is predicted
+        if seen.residual is None:  # dense: all is kept, nothing is predicted
             self.mass += batch * rows
             self.connections += batch * self.layer.num_heads * rows * n
+            return
+        if seen.connectivity is None:  # low rank: nothing is kept, all is predicted
+            self.nonzero += seen.residual.a_down.numel()
+            self.basis = self.layer.num_heads * seen.residual.w_up.shape[-2] * n
             return
         connectivity, a_down, w_up = seen.connectivity, seen.residual.a_down, seen.residual.w_up
         self.mass += kept_mass(seen.q, seen.k, connectivity, self.layer.scale).sum(0).cpu()
@@ -113,15 +120,17 @@ class _Tally:
             index = (members - connectivity.num_prefix).clamp(min=0)
             used = (used[:, :, index] & (members >= 0)[..., None]).any(3)
         self.groups = members.shape[0]
-        entries = (w_up > self.layer.basis_threshold).sum(-1)  # [heads, m]
-        self.basis = entries.sum().item()
-        self.products += (used.sum(2) * entries).sum().item()
+        entries = (w_up > self.layer.basis_threshold).sum(-1)  # [heads, m], of each image where tokens were dropped
+        self.basis = entries.sum().item() / (len(entries) if entries.ndim == 3 else 1)
+        if self.layer.config.pattern == "learned":
+            self.products += (used.sum(2) * entries).sum().item()
 
     def result(self) -> LayerStatistics:
         heads, landmarks = self.layer.num_heads, self.layer.predictor.n_down
         queries = self.images * self.rows
         per_head = (self.mass / queries).tolist()
         return LayerStatistics(
+            tokens=self.tokens,
             recall=sum(per_head) / heads,
             recall_per_head=tuple(per_head),
             connections=self.connections / self.images,

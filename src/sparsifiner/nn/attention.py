@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,18 @@ from torch.nn import functional
 from sparsifiner import config as configuration
 from sparsifiner.errors import ConfigError
 from sparsifiner.nn.grid import TokenGrid
+from sparsifiner.nn.patterns import pattern_connectivity, pattern_mask
 from sparsifiner.nn.predictor import ConnectivityPredictor
 from sparsifiner.ops import cost, dispatch
-from sparsifiner.ops.attention import Residual, predict, sparse_attention
-from sparsifiner.ops.connectivity import Connectivity, query_groups
+from sparsifiner.ops.attention import (
+    Residual,
+    class_attention,
+    log_presence,
+    predict,
+    sparse_attention,
+    with_presence,
+)
+from sparsifiner.ops.connectivity import Connectivity, low_rank_attention, query_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,18 +33,28 @@ class AttentionAdapter:
 
     Attributes:
         qkv: from the host module and tokens ``[batch, n, D]`` to q, k, v ``[batch, heads, n, d]``.
-        project: from the host module, heads' output ``[batch, heads, n, d]`` and the tokens to ``[batch, n, D]``.
+        project: from the host module, heads' output ``[batch, heads, n, d]`` and the tokens to what the module returns.
         mixing: the matrix ``[D, heads * d]`` in `project` that mixes the heads.
+        arguments: from the host module and what it is called with to the tokens ``[batch, n, D]``, and a line that says
+            why sparse attention cannot do what else is asked for, or None if it can.
     """
 
     qkv: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
-    project: Callable[[Any, Tensor, Tensor], Tensor]
+    project: Callable[[Any, Tensor, Tensor], Any]
     mixing: Callable[[Any], Tensor]
+    arguments: Callable[..., tuple[Tensor, str | None]]
+
+
+# What `arguments` says of a mask, whatever the host calls it.
+NO_MASK = "sparse attention takes no attention mask: set keep=1.0, or call it without one"
 
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What a layer shows its observers: inputs of the attention and, where it ran sparse, the connectivity."""
+    """What a layer shows its observers: inputs of the attention and, where it ran sparse, the connectivity.
+
+    A dense layer has neither connectivity nor residual; one with low-rank attention alone has no connectivity.
+    """
 
     layer: SparseAttention
     q: Tensor
@@ -87,6 +105,11 @@ class SparseAttention(nn.Module):
         self.observers: list[Callable[[Observation], None]] = []
         self.costs = cost.Decisions()
         self._groups: tuple[tuple, Tensor] | None = None  # of the last grid and tile
+        self._pattern: tuple[tuple, Tensor] | None = None  # of the last grid, pattern and budget
+        # Whether a block that drops tokens wants to know how much attention each token gets from the class token, or
+        # from the mean patch where there is no class token; see `take_class_attention`.
+        self.ranks: Literal["class", "pooled"] | None = None
+        self._class_attention: Tensor | None = None
         self.core: Core | None = None  # stands in for predict-and-attend: oracles and baselines to compare with
         self.configure(config, keep)
         self.train(host.training)
@@ -100,13 +123,15 @@ class SparseAttention(nn.Module):
             )
         self.config, self.keep = config, keep
 
-    def budget(self, num_tokens: int) -> int:
-        """``B``: how many keys a patch query selects among ``num_tokens``."""
-        return configuration.budget(self.keep, num_tokens)
+    def budget(self) -> int:
+        """``B``: how many keys a patch query selects; a share of the whole grid, however many tokens are left."""
+        return configuration.budget(self.keep, self.grid.num_tokens)
 
-    def is_dense(self, num_tokens: int) -> bool:
-        """Whether the host's own attention runs on inputs of this length."""
-        return self.always_dense or (self.core is None and self.budget(num_tokens) >= num_tokens)
+    def is_dense(self, num_tokens: int | None = None) -> bool:
+        """Whether attention over so many tokens, or over all of the grid, is dense."""
+        n = self.grid.num_tokens if num_tokens is None else num_tokens
+        covers = self.core is None and self.config.pattern != "linformer" and self.budget() >= n
+        return self.always_dense or covers
 
     def train(self, mode: bool = True) -> SparseAttention:
         """Sets the mode of the host module too: it stands beside the module tree."""
@@ -114,29 +139,48 @@ class SparseAttention(nn.Module):
         self.host.train(mode)
         return self
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Tokens ``[batch, n, D]`` to tokens; a mask is only possible where the layer is dense."""
-        if self.is_dense(x.shape[1]):
-            if self.observers:
-                q, k, v = self.adapter.qkv(self.host, x)
-                self._show(Observation(self, q, k, v, None, None))
-            masked = {"attn_mask": attn_mask, "is_causal": is_causal} if attn_mask is not None or is_causal else {}
-            return self.host(x, **masked)
-        if attn_mask is not None or is_causal:
-            raise ConfigError("sparse attention takes no attention mask: set keep=1.0, or call it without one")
-        free = self._may_go_dense(x)
+    def forward(self, *arguments: Any, **settings: Any) -> Any:
+        """Takes and returns what the host module does; a mask is only possible where the layer is dense."""
+        x, refusal = self.adapter.arguments(self.host, *arguments, **settings)
+        dense = self.is_dense(x.shape[1])
+        # Nothing is asked of this layer that the host's own attention does not do.
+        ranks = self.ranks if self.grid.prunes else None
+        plain = dense and ranks is None and self.grid.presence is None
+        if refusal and not plain:
+            raise ConfigError(refusal)
+        if plain and not self.observers:
+            return self.host(*arguments, **settings)
+        free = not dense and self._may_go_dense(x)
         decision = self.costs.known(self._shape(x)) if free else None
         if decision is not None and not decision.pays:
-            return self.host(x)
+            dense = True
+            if ranks is None:
+                return self.host(*arguments, **settings)
         q, k, v = self.adapter.qkv(self.host, x)
+        if ranks is not None:
+            self._class_attention = class_attention(q, k, self.grid.prefix, self.scale, pooled=ranks == "pooled")
+        if dense and self.observers:
+            self._show(Observation(self, q, k, v, None, None))
+        if plain:
+            return self.host(*arguments, **settings)
         if free and decision is None:
             self._measure(x, q, k, v)
-        return self.adapter.project(self.host, self.attend(q, k, v), x)
+        heads = self._dense(q, k, v) if dense else self.attend(q, k, v)
+        return self.adapter.project(self.host, heads, x)
+
+    def take_class_attention(self) -> Tensor:
+        """What each token got from the class token in the last pass, ``[batch, n]``; it is not kept."""
+        found, self._class_attention = self._class_attention, None
+        if found is None:
+            raise ConfigError("the layer was not asked to rank tokens, or has not run")
+        return found
 
     def _may_go_dense(self, x: Tensor) -> bool:
         """Whether ``backend="auto"`` is free to take dense attention: in inference, with nobody looking."""
         return (
             self.config.backend == "auto"
+            and self.config.pattern == "learned"
+            and self.grid.presence is None
             and x.device.type == "cpu"
             and self.core is None
             and not self.observers
@@ -150,7 +194,7 @@ class SparseAttention(nn.Module):
         own = (
             self.num_heads,
             self.head_dim,
-            self.budget(n),
+            self.budget(),
             self.config.tile,
             self.config.residual,
             self.config.narrow,
@@ -163,6 +207,13 @@ class SparseAttention(nn.Module):
 
         self.costs.decide(self._shape(x), lambda: self.attend(q, k, v), dense)
 
+    def _dense(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention to all tokens that are there."""
+        bias = None
+        if self.grid.presence is not None:
+            bias = log_presence(self.grid.presence)[:, None, None].to(q.dtype)
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale)
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention core: what the FLOPs are counted of."""
         if torch.is_autocast_enabled(q.device.type):
@@ -171,12 +222,17 @@ class SparseAttention(nn.Module):
                 return self.attend(q, k, v)
         if self.core is not None:
             return self.core(self, q, k, v)
+        if self.config.pattern == "linformer":
+            return self._low_rank(q, k, v)
         backend = dispatch.resolve(self.config.backend, q, self.config.n_down)
-        if hasattr(backend, "fused") and not self.observers and not self._needs_gradient(q, k, v):
+        if hasattr(backend, "fused") and self._can_fuse(q, k, v):
             return self._fused(backend, q, k, v)
         connectivity, residual = self.predict(q, k)
         if self.observers:
             self._show(Observation(self, q, k, v, connectivity, residual))
+        width = q.shape[-1]
+        if self.grid.presence is not None:
+            q, k, v = with_presence(q, k, v, self.grid.presence, self.scale)
         return sparse_attention(
             q,
             k,
@@ -185,30 +241,45 @@ class SparseAttention(nn.Module):
             residual=residual if self.config.residual else None,
             scale=self.scale,
             backend=self.config.backend,
-        )
+        )[..., :width]
+
+    def _low_rank(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Linformer: the low-rank attention is all there is; prefix rows stay exact, as in every form."""
+        prefix = self.grid.prefix
+        w_down, w_up = map(self.grid.pick, self.predictor.at(self.grid.size))
+        a_down = low_rank_attention(q, k, w_down, prefix, self.scale)
+        if self.observers:
+            self._show(Observation(self, q, k, v, None, Residual(a_down, w_up)))
+        rows = (a_down @ (w_up.to(a_down.dtype) @ v.to(a_down.dtype))).to(q.dtype)
+        return torch.cat([self._dense(q[:, :, :prefix], k, v), rows], dim=2)
+
+    def _can_fuse(self, *inputs: Tensor) -> bool:
+        """Whether nothing is wanted but the output."""
+        learned = self.config.pattern == "learned" and self.grid.presence is None
+        return learned and not self.observers and not self._needs_gradient(*inputs)
 
     def _needs_gradient(self, *inputs: Tensor) -> bool:
         return torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *self.predictor.parameters()))
 
     def _fused(self, backend: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n = q.shape[2]
-        self._check_grid(n)
+        self._check_grid(q.shape[2])
         return backend.fused(
             q,
             k,
             v,
-            self.predictor.packed(self.grid.size, self.basis_threshold),
+            self.predictor.packed(self.grid, self.basis_threshold),
             self._query_groups(q.device),
-            budget=self.budget(n),
+            budget=self.budget(),
             tau=self.config.tau,
             scale=self.scale,
-            num_prefix=self.grid.num_prefix,
+            num_prefix=self.grid.prefix,
             residual=self.config.residual,
+            positions=self.grid.positions(),
             narrow=self.config.narrow,
         )
 
     def _query_groups(self, device: torch.device) -> Tensor:
-        key = (self.grid.size, self.grid.num_prefix, self.config.tile, device)
+        key = (self.grid.size, self.grid.prefix, self.config.tile, device)
         if torch.compiler.is_compiling():
             return query_groups(*key).int()
         if self._groups is None or self._groups[0] != key:
@@ -216,31 +287,43 @@ class SparseAttention(nn.Module):
         return self._groups[1]
 
     def _check_grid(self, n: int) -> None:
-        if n != self.grid.num_tokens:
+        if n != self.grid.tokens_left:
             raise ConfigError(
                 f"{n} tokens came in but the {self.grid.size[0]} x {self.grid.size[1]} grid and "
-                f"{self.grid.num_prefix} prefix tokens make {self.grid.num_tokens}"
+                f"{self.grid.num_prefix} prefix tokens make {self.grid.tokens_left}"
             )
 
     def predict(self, q: Tensor, k: Tensor) -> tuple[Connectivity, Residual]:
-        """Eq. 1-3 with this layer's predictor, at the grid of the current input."""
-        n = q.shape[2]
+        """Eq. 1-3 with this layer's predictor for the tokens that are there; or the lists of a fixed pattern."""
+        batch, heads, n, _ = q.shape
         self._check_grid(n)
-        w_down, w_up = self.predictor.at(self.grid.size)
+        prefix, positions = self.grid.prefix, self.grid.positions()
+        w_down, w_up = map(self.grid.pick, self.predictor.at(self.grid.size))
+        if self.config.pattern != "learned":
+            connectivity = pattern_connectivity(self._mask(q.device), prefix, batch, heads, positions)
+            return connectivity, Residual(low_rank_attention(q, k, w_down, prefix, self.scale), w_up)
         return predict(
             q,
             k,
             w_down,
             w_up,
-            budget=self.budget(n),
+            budget=self.budget(),
             grid=self.grid.size,
-            num_prefix=self.grid.num_prefix,
+            num_prefix=prefix,
             tau=self.config.tau,
             basis_threshold=self.basis_threshold,
             tile=self.config.tile,
             scale=self.scale,
             backend=self.config.backend,
+            positions=positions,
         )
+
+    def _mask(self, device: torch.device) -> Tensor:
+        """The fixed pattern on the whole grid."""
+        key = (self.config.pattern, self.grid.size, self.grid.prefix, self.budget())
+        if self._pattern is None or self._pattern[0] != (*key, device):
+            self._pattern = ((*key, device), pattern_mask(*key).to(device))
+        return self._pattern[1]
 
     @property
     def basis_threshold(self) -> float:

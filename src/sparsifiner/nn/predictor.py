@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsifiner.errors import ConfigError
-from sparsifiner.nn.grid import landmark_pooling, resample
+from sparsifiner.nn.grid import TokenGrid, landmark_pooling, resample
 from sparsifiner.ops import cpu
 
 
@@ -53,15 +53,19 @@ class ConnectivityPredictor(nn.Module):
                 self._resampled = (key, self._resample(grid))
         return self._resampled[1]
 
-    def packed(self, grid: tuple[int, int], basis_threshold: float) -> cpu.Packed:
+    def packed(self, grid: TokenGrid, basis_threshold: float) -> cpu.Packed:
         """The weights for a grid as the CPU kernels read them; kept until the weights change."""
         if torch.compiler.is_compiling():
-            return cpu.pack(*self.at(grid), basis_threshold)
-        key = (grid, basis_threshold, cpu.instruction_set(), *self._state())
+            return self._pack(grid, basis_threshold)
+        key = (grid.size, grid.num_fused, basis_threshold, cpu.instruction_set(), *self._state())
         if self._packed is None or self._packed[0] != key:
             with torch.inference_mode(False), torch.no_grad():
-                self._packed = (key, cpu.pack(*self.at(grid), basis_threshold))
+                self._packed = (key, self._pack(grid, basis_threshold))
         return self._packed[1]
+
+    def _pack(self, grid: TokenGrid, basis_threshold: float) -> cpu.Packed:
+        w_down, w_up = self.at(grid.size)
+        return cpu.pack(grid.widen(w_down), grid.widen(w_up), basis_threshold)
 
     def _state(self) -> tuple:
         """Changes whenever a weight does."""

@@ -24,7 +24,7 @@ class Residual:
 
     Attributes:
         a_down: un-thresholded coefficients of the patch queries, ``[batch, heads, n - prefix, m]``.
-        w_up: the dense basis, ``[heads, m, n]``.
+        w_up: the dense basis, ``[heads, m, n]``, or ``[batch, heads, m, n]`` where images have kept different tokens.
     """
 
     a_down: Tensor
@@ -45,29 +45,44 @@ def predict(
     tile: tuple[int, int] | None = None,
     scale: float | None = None,
     backend: str = "auto",
+    positions: Tensor | None = None,
 ) -> tuple[Connectivity, Residual]:
     """Eq. 1-3: which keys each patch query needs.
 
     The lists are not differentiable; the coefficients in the returned `Residual` are.
+
+    Where tokens have been dropped, ``positions`` ``[batch, n]`` says where on the grid those that are left stand
+    (prefix tokens first), and the weights are ``[batch, heads, n_down, n]``: each image's own columns.
     """
     _check(q, k)
-    heads, n = q.shape[1:3]
-    if num_prefix + grid[0] * grid[1] != n:
+    batch, heads, n = q.shape[:3]
+    if positions is None and num_prefix + grid[0] * grid[1] != n:
         raise ConfigError(f"{n} tokens are not {num_prefix} prefix tokens and a {grid[0]} x {grid[1]} grid")
-    if w_down.shape != w_up.shape or w_up.ndim != 3 or (w_up.shape[0], w_up.shape[2]) != (heads, n):
+    if positions is not None and positions.shape != (batch, n):
+        raise ConfigError(f"positions must be [{batch}, {n}], got {tuple(positions.shape)}")
+    shared, own = (heads, n), (batch, heads, n)
+    if w_down.shape != w_up.shape or (*w_up.shape[:-2], w_up.shape[-1]) not in (shared, own):
         raise ConfigError(
-            f"w_down and w_up must be [heads, n_down, n] = [{heads}, n_down, {n}], "
+            f"w_down and w_up must be [heads, n_down, n] = [{heads}, n_down, {n}], or such for each of {batch} images, "
             f"got {tuple(w_down.shape)} and {tuple(w_up.shape)}"
         )
     if budget < 1:
         raise ConfigError(f"budget must be at least 1, got {budget}")
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     a_down = low_rank_attention(q, k, w_down, num_prefix, scale)
-    members = query_groups(grid, num_prefix, tile, q.device)
-    chosen = dispatch.resolve(backend, q, w_up.shape[1])
-    indices, counts = chosen.select(
-        a_down.detach(), w_up.detach(), members, min(budget, n), tau, basis_threshold, num_prefix
-    )
+    coefficients, basis = a_down.detach(), w_up.detach()
+    if positions is None:
+        members = query_groups(grid, num_prefix, tile, q.device)
+    else:  # a tile has other members in every image, so that each query gets the list of its tile
+        members = torch.arange(num_prefix, n, device=q.device)[:, None]
+        if tile is not None:
+            coefficients = torch.where(coefficients > tau, coefficients, 0)
+            coefficients, tau = _tile_means(coefficients, positions, grid, num_prefix, tile), 0.0
+    chosen = dispatch.resolve(backend, q, w_up.shape[-2])
+    if basis.ndim == 4:  # images are heads with their own weights
+        coefficients, basis = _folded(coefficients), basis.flatten(0, 1)
+    lists = chosen.select(coefficients, basis, members, min(budget, n), tau, basis_threshold, num_prefix)
+    indices, counts = (x.view(batch, heads, *x.shape[2:]) for x in lists)
     connectivity = Connectivity(
         indices,
         counts,
@@ -77,6 +92,26 @@ def predict(
         adds_self=members.shape[1] > 1,
     )
     return connectivity, Residual(a_down, w_up)
+
+
+def _tile_means(
+    coefficients: Tensor, positions: Tensor, grid: tuple[int, int], num_prefix: int, tile: tuple[int, int]
+) -> Tensor:
+    """Each query's coefficients replaced by the mean over the queries of its tile that are left."""
+    groups = query_groups(grid, num_prefix, tile, coefficients.device)
+    tile_of = torch.zeros(num_prefix + grid[0] * grid[1] + 1, dtype=torch.long, device=coefficients.device)
+    tile_of[groups] = torch.arange(len(groups), device=coefficients.device)[:, None]  # padding, -1, writes to the last
+    index = tile_of[positions[:, num_prefix:].long()][:, None, :, None].expand_as(coefficients)
+    batch, heads, _, landmarks = coefficients.shape
+    sums = coefficients.new_zeros(batch, heads, len(groups), landmarks)
+    counts = torch.zeros_like(sums).scatter_add_(2, index, torch.ones_like(coefficients))
+    means = sums.scatter_add_(2, index, coefficients) / counts.clamp(min=1)
+    return means.gather(2, index)
+
+
+def _folded(x: Tensor) -> Tensor:
+    """``[batch, heads, ...]`` as ``[1, batch * heads, ...]``."""
+    return x.flatten(0, 1)[None]
 
 
 def sparse_attention(
@@ -100,6 +135,18 @@ def sparse_attention(
             f"connectivity of {tuple(connectivity.indices.shape[:2])} and {connectivity.num_tokens} tokens "
             f"does not fit queries of shape {tuple(q.shape)}"
         )
+    if residual is not None and residual.w_up.ndim == 4:  # images are heads with their own weights
+        lists = {"indices": _folded(connectivity.indices), "counts": _folded(connectivity.counts)}
+        out = sparse_attention(
+            _folded(q),
+            _folded(k),
+            _folded(v),
+            dataclasses.replace(connectivity, **lists),
+            residual=Residual(_folded(residual.a_down), residual.w_up.flatten(0, 1)),
+            scale=scale,
+            backend=backend,
+        )
+        return out.view(q.shape)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     prefix = connectivity.num_prefix
     chosen = dispatch.resolve(backend, q)
@@ -128,3 +175,29 @@ def _check(q: Tensor, *others: Tensor) -> None:
                 f"queries, keys and values must agree in shape, dtype and device: {tuple(q.shape)} {q.dtype} "
                 f"{q.device} against {tuple(tensor.shape)} {tensor.dtype} {tensor.device}"
             )
+
+
+def class_attention(q: Tensor, k: Tensor, num_prefix: int, scale: float, pooled: bool = False) -> Tensor:
+    """How much attention each token gets from the class token, the mean over heads: ``[batch, n]``.
+
+    With ``pooled`` the mean of the patch queries stands in for a class token's.
+    """
+    dtype = accumulation_dtype(q.dtype)
+    query = q[:, :, num_prefix:].mean(2, keepdim=True) if pooled else q[:, :, :1]
+    row = torch.softmax(query.to(dtype) @ k.to(dtype).mT * scale, dim=-1)
+    return row[:, :, 0].mean(1)
+
+
+# What a token that is not there keeps of its weight, so that the gradient says what it would be worth.
+ABSENT = 1e-6
+
+
+def log_presence(presence: Tensor) -> Tensor:
+    """What to add to logits so that each key's part in the softmax is multiplied by its presence."""
+    return torch.log(presence + ABSENT)
+
+
+def with_presence(q: Tensor, k: Tensor, v: Tensor, presence: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with one more feature, whose product adds `log_presence` to the logits."""
+    bias = (log_presence(presence) / scale)[:, None, :, None].to(q.dtype).expand(*k.shape[:3], 1)
+    return torch.cat([q, torch.ones_like(bias)], -1), torch.cat([k, bias], -1), functional.pad(v, (0, 1))

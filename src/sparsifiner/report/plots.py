@@ -41,7 +41,11 @@ def training_curves(lines: list[dict[str, Any]], path: Path) -> None:
     figure, panels = _pyplot().subplots(1, len(phases), figsize=(6 * len(phases), 4), dpi=150, squeeze=False)
     for axes, phase in zip(panels[0], phases, strict=True):
         here = [line for line in lines if line["phase"] == phase]
-        names = [name for name in ("loss", "attention", "label", "token", "prediction") if any(name in x for x in here)]
+        names = [
+            name
+            for name in ("loss", "attention", "label", "token", "prediction", "ratio")
+            if any(name in x for x in here)
+        ]
         for number, name in enumerate(names):
             if phase == 1 and name == "loss":  # the attention loss is all of it
                 continue
@@ -87,4 +91,86 @@ def speed_ups(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_ylim(top=1.6 * axes.get_ylim()[1])  # room for the legend
     axes.legend(fontsize=8, frameon=False, loc="upper left")
     _plain(axes)
+    _save(figure, path)
+
+
+def trade_off(dense: Any, points: list[Any], best: list[Any], path: Path, cost: str, value: str) -> None:
+    """What each setting of a sweep costs against what it keeps, with a line through those that no other beats."""
+    titles = {
+        "total_macs": "multiply-adds of the model (G)",
+        "attention_macs": "multiply-adds of attention (M)",
+        "milliseconds": "time per image (ms)",
+        "top1": "top-1 (%)",
+        "agreement": "agreement with dense (%)",
+    }
+    unit = {"total_macs": 1e9, "attention_macs": 1e6}.get(cost, 1.0)
+    figure, axes = _pyplot().subplots(figsize=(7, 4.6), dpi=150)
+    kinds = list(dict.fromkeys((p.setting.tokens, p.setting.layers is not None) for p in points))
+    for number, kind in enumerate(kinds):
+        tokens, by_layer = kind
+        name = "all tokens" if tokens is None else f"{tokens.method} {tokens.keep:g}"
+        line = [p for p in points if (p.setting.tokens, p.setting.layers is not None) == kind]
+        axes.plot(
+            [getattr(p.row, cost) / unit for p in line],
+            [getattr(p.row, value) for p in line],
+            "s" if by_layer else "o",
+            color=COLOURS[number % len(COLOURS)],
+            label=name + (", budgets by layer" if by_layer else ""),
+        )
+        for p in line:
+            axes.annotate(
+                f"{p.setting.keep:g}",
+                (getattr(p.row, cost) / unit, getattr(p.row, value)),
+                xytext=(4, -9),
+                textcoords="offset points",
+                fontsize=7,
+            )
+    axes.plot(
+        [getattr(p.row, cost) / unit for p in best],
+        [getattr(p.row, value) for p in best],
+        color="black",
+        linewidth=0.8,
+        zorder=0,
+        label="beaten by no other",
+    )
+    axes.plot(getattr(dense, cost) / unit, getattr(dense, value), "k*", markersize=10, label="dense")
+    axes.set_xlabel(titles[cost])
+    axes.set_ylabel(titles[value])
+    axes.legend(fontsize=8, frameon=False)
+    _plain(axes)
+    _save(figure, path)
+
+
+def paper_trade_off(rows: Any, measured: Any, path: Path) -> None:
+    """The paper's trade-off on DeiT-S, as printed; and a model at hand in the same settings, in a panel of its own."""
+    count = 1 if measured is None else 2
+    figure, panels = _pyplot().subplots(1, count, figsize=(6.2 * count, 4.4), dpi=150, squeeze=False)
+    printed = [row for row in rows if row.model == "DeiT-S" and row.keep is not None]
+    groups = (
+        ("Sparsifiner", [r for r in printed if r.table == 2 and r.keep < 1], "o-"),
+        ("EViT", [r for r in printed if r.method == "EViT"], "s--"),
+        ("DynamicViT", [r for r in printed if r.method == "DynamicViT"], "^--"),
+        ("Sparsifiner + EViT", [r for r in printed if r.method == "Sparsifiner + EViT"], "D-"),
+        ("dense", [r for r in printed if r.table == 2 and r.keep == 1], "k*"),
+    )
+    for number, (name, found, style) in enumerate(groups):
+        colour = {} if name == "dense" else {"color": COLOURS[number]}
+        panels[0][0].plot([r.paper for r in found], [r.paper_top1 for r in found], style, label=name, **colour)
+    panels[0][0].set_title("as printed in the paper: DeiT-S")
+    if measured is not None:
+        axes = panels[0][1]
+        seen = {index: row for index, row in measured.rows.items() if row.attention_macs is not None}
+        for number, (name, found, style) in enumerate(groups[:-1]):
+            here = [seen[i] for i, row in enumerate(rows) if row in found and i in seen]
+            if here:
+                xs, ys = [r.attention_macs / 1e6 for r in here], [r.top1 or r.agreement for r in here]
+                axes.plot(xs, ys, style, color=COLOURS[number], label=name)
+        dense = measured.dense
+        axes.plot(dense.attention_macs / 1e6, dense.top1 or dense.agreement, "k*", label="dense")
+        axes.set_title(f"measured: {measured.model}, {measured.images} images")
+    for axes in panels[0]:
+        axes.set_xlabel("multiply-adds of attention (M)")
+        axes.set_ylabel("top-1 (%)")
+        axes.legend(fontsize=8, frameon=False)
+        _plain(axes)
     _save(figure, path)

@@ -1,0 +1,124 @@
+"""`sparsifiner sweep`: what every budget costs and keeps, and which are worth having."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparsifiner.cli import common
+from sparsifiner.errors import ConfigError
+
+
+def sweep(
+    checkpoint: Annotated[Path, typer.Argument(help="A file written by `calibrate` or `train`, or a folder of a run.")],
+    data: Annotated[str, typer.Option(help="Labelled images to measure on. " + common.DATA)],
+    keeps: Annotated[str, typer.Option(help="Shares of keys kept, between commas.")] = "0.5,0.25,0.1,0.05",
+    token_keeps: Annotated[str, typer.Option(help="Shares of tokens that a block keeps, between commas.")] = "1",
+    token_method: common.TokenMethod = "evit",
+    token_fuse: common.TokenFuse = False,
+    search_data: Annotated[
+        str | None,
+        typer.Option(
+            help="Also choose budgets per layer with the same averages, by recall on these images, which should be "
+            "neither those of the calibration nor those of --data."
+        ),
+    ] = None,
+    search_limit: Annotated[int, typer.Option(min=1, help="Use so many of --search-data.")] = 128,
+    cost: Annotated[
+        str, typer.Option(help="What the best are told by: total_macs, attention_macs or milliseconds.")
+    ] = "total_macs",
+    out: Annotated[Path | None, typer.Option(help="Folder for sweep.csv and sweep.png.")] = None,
+    limit: common.Limit = None,
+    seed: common.Seed = 0,
+    preprocess: common.Preprocess = "model",
+    class_map: common.ClassMap = None,
+    split: common.Split = "validation",
+    batch_size: common.BatchSize = 32,
+    workers: common.Workers = 0,
+    skip_unreadable: common.SkipUnreadable = False,
+    threads: common.Threads = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Measures recall, accuracy, multiply-adds and time over keep rates, token keep rates and budgets per layer.
+
+    A star marks settings that no other beats.
+
+    Example: `sparsifiner sweep student.safetensors --data imagenet/val --token-keeps 1,0.7 --out sweep`
+    """
+    import sparsifiner as sp
+    from sparsifiner.data.batches import as_batches
+    from sparsifiner.files import replacing
+    from sparsifiner.inspect import sweep as sweeping
+
+    if cost not in ("total_macs", "attention_macs", "milliseconds"):
+        raise ConfigError(f"--cost must be total_macs, attention_macs or milliseconds, got {cost!r}")
+    common.use_threads(threads)
+    student = sp.load(checkpoint)
+    rates = common.parse_numbers(keeps, "--keeps")
+    droppings = [
+        common.parse_tokens(keep, token_method, token_fuse)
+        for keep in common.parse_numbers(token_keeps, "--token-keeps")
+    ]
+    choice: dict[str, Any] = {"preprocess": preprocess, "split": split, "seed": seed, "workers": workers}
+    choice |= {"skip_unreadable": skip_unreadable, "batch_size": batch_size}
+    images = common.loader(student, data, class_map=class_map, limit=limit, **choice)
+    with common.progress() as start:
+        layers: dict[float, tuple[float, ...]] = {}
+        if search_data is not None:
+            held = list(as_batches(common.loader(student, search_data, labels=False, limit=search_limit, **choice)))
+            recalls = sweeping.layer_recalls(student, held, advance=start("recall by layer", len(sweeping.LEVELS)))
+            layers = {rate: sweeping.allocate(recalls, rate) for rate in rates}
+        settings = [sweeping.Setting(rate, None, tokens) for tokens in droppings for rate in rates]
+        settings += [sweeping.Setting(rate, found, tokens) for tokens in droppings for rate, found in layers.items()]
+        dense, points = sweeping.sweep(student, images, settings, lambda title, _: start(title, images.num_images))
+    common.say_skipped(images)
+    value = "agreement" if dense.top1 is None else "top1"
+    best = sweeping.frontier(points, cost, value)
+    records = [point.to_dict() | {"best": point in best} for point in points]
+    if out is not None:
+        from sparsifiner.report.plots import trade_off
+
+        out.mkdir(parents=True, exist_ok=True)
+        with replacing(out / "sweep.csv") as path, path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(records)
+        trade_off(dense, points, best, out / "sweep.png", cost, value)
+    if as_json:
+        common.print_json({"dense": dense.to_dict(), "points": records})
+        return
+    common.print_table(_table(dense, points, best))
+    if out is not None:
+        typer.echo(f"{out / 'sweep.csv'} and {out / 'sweep.png'} written")
+
+
+def _table(dense: Any, points: list[Any], best: list[Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"{dense.images} images; agreement and KL are to the dense model; * is beaten by no other")
+    titles = ("setting", "recall", "top-1 %", "agreement %", "KL", "attention", "model", "ms/image", "")
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="left" if number == 0 else "right")
+    for name, row, mark in [
+        ("dense", dense, ""),
+        *((point.setting.name, point.row, "*" if point in best else "") for point in points),
+    ]:
+        table.add_row(
+            name,
+            f"{row.recall:.3f}",
+            "" if row.top1 is None else f"{row.top1:.2f}",
+            f"{row.agreement:.2f}",
+            f"{row.divergence:.4f}",
+            f"{row.attention_macs / 1e6:,.1f}",
+            f"{row.total_macs / 1e6:,.1f}",
+            f"{row.milliseconds:.2f}",
+            mark,
+        )
+    for point in points:
+        if point.setting.layers:
+            keeps = ", ".join(f"{keep:g}" for keep in point.setting.layers)
+            table.caption = (table.caption or "") + f"{point.setting.name}: {keeps}\n"
+    return table

@@ -1,0 +1,59 @@
+"""feature_map(): the tokens of a model that drops some, back on the grid."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sparsifiner.convert import conversion_of
+from sparsifiner.errors import ConfigError
+
+
+def feature_map(
+    student: nn.Module, images: Tensor, *, dropped: Literal["last", "zero"] = "last"
+) -> tuple[Tensor, Tensor]:
+    """Runs a converted model and lays the last block's patch tokens out on the grid: for dense prediction.
+
+    Args:
+        student: a converted model, whether it drops tokens or not.
+        images: ``[batch, channels, height, width]``.
+        dropped: where a token was dropped, ``"last"`` puts what it was when it was dropped, ``"zero"`` nothing.
+
+    Returns:
+        Features ``[batch, D, rows, columns]``, before the host's last norm, and a boolean ``[batch, rows, columns]``,
+        True where the token was there to the end.
+
+    Example:
+        ``features, kept = feature_map(student, images)``
+    """
+    if dropped not in ("last", "zero"):
+        raise ConfigError(f"dropped must be 'last' or 'zero', got {dropped!r}")
+    record = conversion_of(student)
+    grid = record.grid
+    canvas: list[Tensor] = []  # one tensor, of all cells
+
+    def prime(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        canvas[:] = [inputs[0][:, grid.prefix :]]  # before the first block all tokens are there
+
+    def paint(_: nn.Module, __: Any, tokens: Tensor) -> None:
+        patches = tokens[:, grid.prefix :]
+        if grid.cells is None:
+            canvas[:] = [patches]
+            return
+        below = canvas[0] if dropped == "last" else torch.zeros_like(canvas[0])
+        canvas[:] = [below.scatter(1, grid.cells[..., None].expand_as(patches), patches)]
+
+    with contextlib.ExitStack() as stack:
+        blocks = [site.module for site in record.host.blocks(student)]
+        stack.callback(blocks[0].register_forward_pre_hook(prime).remove)
+        for block in blocks:
+            stack.callback(block.register_forward_hook(paint).remove)
+        student(images)
+    rows, columns = grid.size
+    kept = torch.ones(len(images), rows * columns, dtype=torch.bool, device=canvas[0].device)
+    if grid.cells is not None:
+        kept = torch.zeros_like(kept).scatter_(1, grid.cells, True)
+    return canvas[0].mT.unflatten(2, (rows, columns)), kept.unflatten(1, (rows, columns))

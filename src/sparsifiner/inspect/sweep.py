@@ -1,0 +1,162 @@
+"""Choosing a budget: what every setting costs and keeps, which settings are worth having, and budgets per layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from sparsifiner.config import TokenConfig
+from sparsifiner.convert import config_of, reconfigure
+from sparsifiner.errors import ConfigError
+from sparsifiner.inspect import compare
+from sparsifiner.inspect.statistics import measure
+
+# The keep rates a layer can get.
+LEVELS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One point of a sweep.
+
+    Attributes:
+        keep: share of keys kept: the average, where layers differ.
+        layers: the share of each layer, where they differ.
+        tokens: which tokens are dropped.
+    """
+
+    keep: float
+    layers: tuple[float, ...] | None = None
+    tokens: TokenConfig | None = None
+
+    def form(self) -> compare.Form:
+        """As a way to run a model."""
+        return compare.Form(self.name, {"keep": self.layers or self.keep, "tokens": self.tokens}, needs_keep=False)
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        parts = [f"keep {self.keep:g}" + (" by layer" if self.layers else "")]
+        if self.tokens is not None:
+            parts.append(f"{self.tokens.method} {self.tokens.keep:g}" + (" fused" if self.tokens.fuse else ""))
+        return ", ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A setting and what was measured of it."""
+
+    setting: Setting
+    row: compare.Row
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON and CSV."""
+        tokens = self.setting.tokens
+        about = {
+            "setting": self.setting.name,
+            "keep": self.setting.keep,
+            "layers": " ".join(f"{keep:g}" for keep in self.setting.layers or ()),
+            "token_method": tokens.method if tokens else "",
+            "token_keep": tokens.keep if tokens else 1.0,
+        }
+        return about | {key: value for key, value in self.row.to_dict().items() if key not in ("form", "keep")}
+
+
+def sweep(
+    student: nn.Module,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    settings: Sequence[Setting],
+    progress: Callable[[str, int], Callable[[int], None]] | None = None,
+) -> tuple[compare.Row, list[Point]]:
+    """Runs every setting on the same images; the dense model's row comes beside.
+
+    Args:
+        student: a converted, calibrated model; as it was afterwards.
+        batches: ``(images, labels)``; gone through once per setting, so a list or a loader, not a generator.
+        settings: what to run.
+        progress: as in `sparsifiner.inspect.compare.compare`.
+    """
+
+    def run(form: compare.Form, dense: Tensor | None) -> tuple[compare.Row, Tensor]:
+        advance = progress(form.name, 0) if progress else None
+        return compare.evaluate(student, batches, form, None, dense, advance)
+
+    dense, logits = run(compare.DENSE, None)
+    return dense, [Point(setting, run(setting.form(), logits)[0]) for setting in settings]
+
+
+def frontier(points: Sequence[Point], cost: str = "total_macs", value: str = "top1") -> list[Point]:
+    """The points that no other beats: none costs less and is worth as much, or costs as much and is worth more.
+
+    Args:
+        points: of a sweep.
+        cost: ``"total_macs"``, ``"attention_macs"`` or ``"milliseconds"``.
+        value: ``"top1"``, ``"agreement"`` or ``"recall"``.
+    """
+    best: list[Point] = []
+    for point in sorted(points, key=lambda p: (getattr(p.row, cost), -getattr(p.row, value))):
+        if not best or getattr(point.row, value) > getattr(best[-1].row, value):
+            best.append(point)
+    return best
+
+
+def layer_recalls(
+    student: nn.Module,
+    images: Tensor | Iterable,
+    levels: Sequence[float] = LEVELS,
+    advance: Callable[[int], None] | None = None,
+) -> list[list[float]]:
+    """Each layer's recall at each keep rate, with all layers at the same rate: for `allocate`.
+
+    Args:
+        student: a converted, calibrated model; as it was afterwards. All tokens are kept.
+        images: held-out calibration images: neither those it was calibrated on nor those it is evaluated on.
+        levels: the keep rates.
+        advance: told of each level that was measured.
+    """
+    before = config_of(student)
+    found: list[list[float]] = []
+    try:
+        for level in levels:
+            reconfigure(student, keep=level, tokens=None)
+            found.append([layer.recall for layer in measure(student, images)])
+            if advance:
+                advance(1)
+    finally:
+        reconfigure(student, keep=before.keep, tokens=before.tokens)
+    return [list(layer) for layer in zip(*found, strict=True)]
+
+
+def allocate(recalls: Sequence[Sequence[float]], average: float, levels: Sequence[float] = LEVELS) -> tuple[float, ...]:
+    """Keep rates per layer with a given average, by greedy search on recall.
+
+    Every layer starts with the least. Then the layer whose recall gains most for each key it gets is raised, again and
+    again, while the average allows it.
+
+    Args:
+        recalls: by layer and level, from `layer_recalls`.
+        average: of the keep rates, not to be exceeded.
+        levels: the rates that a layer can get, ascending.
+    """
+    if not levels or list(levels) != sorted(set(levels)) or any(len(layer) != len(levels) for layer in recalls):
+        raise ConfigError("levels must ascend, and every layer needs a recall for each of them")
+    if average < levels[0]:
+        raise ConfigError(f"an average of {average:g} is below the least keep rate, {levels[0]:g}")
+    chosen = [0] * len(recalls)
+    room = len(recalls) * (average - levels[0])
+    while True:
+        # Over several levels at once too: recall need not be concave.
+        moves = [
+            ((recall[to] - recall[at]) / (levels[to] - levels[at]), -layer, to)
+            for layer, (recall, at) in enumerate(zip(recalls, chosen, strict=True))
+            for to in range(at + 1, len(levels))
+            if levels[to] - levels[at] <= room + 1e-9
+        ]
+        if not moves:
+            return tuple(levels[at] for at in chosen)
+        _, negated, to = max(moves)
+        room -= levels[to] - levels[chosen[-negated]]
+        chosen[-negated] = to

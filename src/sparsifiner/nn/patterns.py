@@ -1,0 +1,104 @@
+"""Connections that do not depend on the image: the fixed patterns that learned ones are compared with.
+
+A pattern ranks all patches for every query, and the first B are kept: all patterns have the same number of
+connections, at the border of the grid too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sparsifiner.errors import ConfigError
+from sparsifiner.nn.grid import landmark_cells
+from sparsifiner.ops.connectivity import Connectivity, lists_from_mask
+from sparsifiner.ops.eager import top_budget
+
+
+def _offsets(grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Rows and columns between every two patches, ``[patches, patches]`` each."""
+    rows, columns = grid
+    place = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+    apart = (place[:, None] - place[None]).abs()
+    return apart[..., 0], apart[..., 1]
+
+
+def _window(grid: tuple[int, int], budget: int) -> Tensor:
+    """The nearest patches."""
+    down, across = _offsets(grid)
+    return -(down.square() + across.square()).float()
+
+
+def _axial(grid: tuple[int, int], budget: int) -> Tensor:
+    """The query's row and column, the nearest first; then the lines beside them."""
+    down, across = _offsets(grid)
+    nearest, farthest = torch.minimum(down, across), torch.maximum(down, across)
+    return -(nearest * max(grid) + farthest).float()
+
+
+def _strided(grid: tuple[int, int], budget: int) -> Tensor:
+    """Patches at equal distances from the query in reading order, round the end to the beginning."""
+    patches = grid[0] * grid[1]
+    steps = (torch.arange(budget) * patches / budget).round().long()
+    keys = (torch.arange(patches)[:, None] + steps) % patches
+    return torch.zeros(patches, patches).scatter_(1, keys, 1.0)
+
+
+def _bigbird(grid: tuple[int, int], budget: int) -> Tensor:
+    """As BigBird: a quarter of the keys are the same for all queries, half are a window, the rest are drawn once."""
+    patches = grid[0] * grid[1]
+    score = torch.rand(patches, patches, generator=torch.Generator().manual_seed(0))
+    near = top_budget(_window(grid, budget) + patches * patches, max(1, budget // 2))
+    score[near] += 1
+    if count := budget // 4:
+        cells = landmark_cells(count, grid).flatten()
+        middle = [int((cells == cell).nonzero().flatten().median()) for cell in range(count)]
+        score[:, middle] += 2
+    return score
+
+
+# How each pattern ranks the patches ``[queries, keys]`` for a budget: the higher the earlier.
+RANKINGS: dict[str, Callable[[tuple[int, int], int], Tensor]] = {
+    "window": _window,
+    "axial": _axial,
+    "strided": _strided,
+    "bigbird": _bigbird,
+}
+
+
+def pattern_mask(pattern: str, grid: tuple[int, int], num_prefix: int, budget: int) -> Tensor:
+    """Which tokens are connected, boolean ``[n, n]``: B patches a query, the prefix and the query itself.
+
+    Args:
+        pattern: one of ``RANKINGS``.
+        grid: rows and columns of patches.
+        num_prefix: tokens at the start that attend to everything and are attended to by all.
+        budget: B.
+    """
+    if pattern not in RANKINGS:
+        raise ConfigError(f"unknown pattern {pattern!r}: choose one of {', '.join(RANKINGS)}")
+    patches = grid[0] * grid[1]
+    budget = min(budget, patches)
+    ranks = RANKINGS[pattern](grid, budget)
+    mask = torch.ones(num_prefix + patches, num_prefix + patches, dtype=torch.bool)
+    mask[num_prefix:, num_prefix:] = top_budget(ranks - ranks.min() + 1, budget)  # zeros would count as no connection
+    mask.fill_diagonal_(True)
+    return mask
+
+
+def pattern_connectivity(
+    mask: Tensor, num_prefix: int, batch: int, heads: int, positions: Tensor | None
+) -> Connectivity:
+    """The lists of a fixed mask, the same for all images and heads; or of the tokens left at ``positions``."""
+    if positions is not None:
+        mask = mask[positions[:, :, None], positions[:, None]]
+    rows = mask[..., num_prefix:, :]
+    indices, counts = lists_from_mask(rows, int(rows.sum(-1).max()))
+    images = (batch, heads, *indices.shape[-2:])
+    indices = (indices if positions is None else indices[:, None]).expand(images)
+    counts = (counts if positions is None else counts[:, None]).expand(images[:3])
+    n = mask.shape[-1]
+    members = torch.arange(num_prefix, n, device=mask.device)[:, None]
+    return Connectivity(indices.contiguous(), counts.contiguous(), members, num_tokens=n, num_prefix=num_prefix)

@@ -1,0 +1,1 @@
+"""Token pruning: blocks that drop tokens, so that every later layer runs on fewer."""

@@ -1,0 +1,57 @@
+"""Putting blocks that drop tokens into a model, and taking them out again."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from sparsifiner.config import TokenConfig
+from sparsifiner.errors import UnsupportedModelError
+from sparsifiner.hosts import Host
+from sparsifiner.nn.attention import SparseAttention
+from sparsifiner.nn.grid import TokenGrid
+from sparsifiner.tokens.block import PruningBlock
+from sparsifiner.tokens.dynamicvit import TokenScorer
+
+
+def pruning_blocks(model: nn.Module) -> list[PruningBlock]:
+    """The blocks that drop tokens, in the order they run."""
+    return [module for module in model.modules() if isinstance(module, PruningBlock)]
+
+
+def install_pruning(
+    model: nn.Module, host: Host, grid: TokenGrid, config: TokenConfig | None, scorers: dict[int, TokenScorer]
+) -> None:
+    """Makes blocks of a model whose attention is converted drop tokens; others that did no longer do.
+
+    DynamicViT's networks that are no longer used go to ``scorers``, by block, and are taken from there when they are.
+    """
+    present = pruning_blocks(model)
+    depth = len(host.blocks(model))
+    blocks = () if config is None else config.blocks_of(depth)
+    if config is not None and [(b.config.method, b.number) for b in present] == [(config.method, n) for n in blocks]:
+        for block in present:
+            block.configure(config)
+        return
+    scorers |= {block.number: block.scorer for block in present if block.scorer is not None}
+    remove_pruning(model, host)
+    sites = host.blocks(model)
+    for number in blocks:  # all are looked at before any is changed
+        attentions = [module for module in sites[number].module.modules() if isinstance(module, SparseAttention)]
+        if sites[number].adapter is None or len(attentions) != 1:
+            raise UnsupportedModelError(
+                f"tokens cannot be dropped in a {type(sites[number].module).__name__}: its attention and feed-forward "
+                "parts do not come one after the other"
+            )
+    if config is None:
+        return
+    for number in blocks:
+        block = PruningBlock(sites[number], grid, config, number, host.class_token(model), scorers.get(number))
+        sites[number].put(block)
+
+
+def remove_pruning(model: nn.Module, host: Host) -> None:
+    """Puts the host's own blocks back."""
+    for site in host.blocks(model):
+        if isinstance(site.module, PruningBlock):
+            site.module.find_attention().ranks = None
+            site.put(site.module.host)

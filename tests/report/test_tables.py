@@ -1,0 +1,87 @@
+import csv
+
+import pytest
+import torch
+
+import sparsifiner as sp
+from sparsifiner.report import reproduction
+from sparsifiner.report.paper import DEIT_S, DEIT_T_384, paper_rows
+
+ROWS = paper_rows()
+
+
+def test_every_row_of_the_paper_is_there():
+    assert [sum(row.table == table for row in ROWS) for table in (1, 2, 3, 4)] == [17, 12, 4, 2]
+
+
+def test_overall_counts_are_the_papers():
+    """Table 3 prints overall figures: attention and feed-forward parts, without projections."""
+    for row in ROWS:
+        if row.paper_overall is not None:
+            assert row.overall == pytest.approx(row.paper_overall, abs=0.025)
+    whole = (DEIT_T_384.attention() + DEIT_T_384.feed_forward() + DEIT_T_384.projections()) / 1e3
+    assert whole == pytest.approx(4.60, abs=0.005)
+
+
+def test_a_models_own_count_agrees_with_the_formula():
+    import timm
+
+    model = timm.create_model("deit_small_patch16_224")
+    for token_keep, keep in ((0.7, 0.25), (0.5, 1.0)):
+        config = sp.SparseConfig(keep, tokens=sp.TokenConfig(token_keep))
+        counts = sp.count_flops(sp.sparsify(model, config))
+        tokens = sp.TokenConfig(token_keep)
+        assert counts.mlp == pytest.approx(DEIT_S.feed_forward(tokens) * 1e6)
+        assert counts.projections == pytest.approx(DEIT_S.projections(tokens) * 1e6)
+        if keep == 1:
+            assert counts.mhsa == pytest.approx(DEIT_S.attention(1.0, tokens) * 1e6)
+        else:  # where the budget covers what is left we run dense, and the paper pays for the predictor still
+            assert counts.mhsa == pytest.approx(DEIT_S.attention(keep, tokens) * 1e6, rel=0.02)
+    dynamic = sp.count_flops(sp.sparsify(model, sp.SparseConfig(1.0, tokens=sp.TokenConfig(0.7, "dynamicvit"))))
+    evit = sp.count_flops(sp.sparsify(model, sp.SparseConfig(1.0, tokens=sp.TokenConfig(0.7))))
+    assert dynamic.attention < evit.attention
+    assert dynamic.dense_total == evit.dense_total
+    scorer = 384 * 384 + 384 * 192 + 192 * 96 + 96 * 2
+    assert dynamic.other - evit.other == scorer * (196 + 138 + 97)
+
+
+def test_the_claim_is_answered_by_counts():
+    text = reproduction.claim(ROWS)
+    assert "saves 68% of the attention" in text or "saves 69% of the attention" in text
+    assert "not for the whole model" in text
+    of_deit_s = {(row.token_keep, row.keep): row for row in ROWS if row.model == "DeiT-S"}
+    dense, both = of_deit_s[1, 1], of_deit_s[0.5, 0.25]
+    assert 1 - both.whole / dense.whole < 0.6 < 1 - both.formula / dense.formula
+
+
+def test_measured_columns_are_of_the_model_at_hand(vit, photos, tmp_path):
+    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, n_down=9))
+    sp.calibrate(student, photos)
+    batches = [(photos, torch.arange(6) % 7)]
+    before = sp.config_of(student)
+    measured = reproduction.measure_rows(student, batches, ROWS)
+    assert sp.config_of(student) == before
+    missing = [ROWS[i].method for i in range(len(ROWS)) if i not in measured.rows]
+    assert set(missing) == {"DynamicViT"}
+    first = measured.rows[0]
+    assert (first.agreement, first.top1) == (100, measured.dense.top1)
+    same = [measured.rows[i] for i, row in enumerate(ROWS) if (row.token_keep, row.keep) == (1, 0.25)]
+    assert len(same) >= 2
+    assert all(row is same[0] for row in same)
+    reproduction.write(ROWS, measured, tmp_path)
+    with (tmp_path / "tables.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == len(ROWS)
+    assert float(table[0]["paper"]) == 357.7
+    assert float(table[0]["measured_agreement"]) == 100
+    assert table[2]["measured_top1"] == ""
+    text = (tmp_path / "tables.md").read_text()
+    assert "6 images" in text
+    assert text.count("### Table") == 4
+    assert (tmp_path / "tables.png").stat().st_size > 10_000
+
+
+def test_tables_without_a_model(tmp_path):
+    reproduction.write(ROWS, None, tmp_path)
+    assert "measured" not in (tmp_path / "tables.csv").read_text()
+    assert [table.row_count for table in reproduction.terminal(ROWS)] == [17, 12, 4, 2]

@@ -1,0 +1,405 @@
+"""Tokens dropped for real, against straightforward code that is written here anew."""
+
+import math
+
+import pytest
+import timm
+import torch
+from timm.models.vision_transformer import ParallelThingsBlock
+from torch.nn import functional
+
+import sparsifiner as sp
+from sparsifiner.config import BlockTokens
+from sparsifiner.convert import conversion_of, sparse_layers
+from sparsifiner.errors import ConfigError, UnsupportedModelError
+from sparsifiner.inspect.statistics import measure
+from sparsifiner.nn.grid import TokenGrid
+from sparsifiner.tokens.dynamicvit import TokenScorer, ratio_loss
+from sparsifiner.tokens.install import pruning_blocks
+
+from ..conftest import make_vit
+
+DEPTH, BLOCKS = 6, (1, 3)
+
+
+@pytest.fixture
+def host():
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=48, patch_size=8, embed_dim=24, depth=DEPTH, num_heads=3, num_classes=7
+    ).eval()
+    with torch.no_grad():  # sharper attention than fresh weights have, so that scores are apart
+        for block in model.blocks:
+            block.attn.qkv.weight.mul_(8)
+    return model
+
+
+@pytest.fixture
+def photos():
+    return torch.randn(4, 3, 48, 48, generator=torch.Generator().manual_seed(1))
+
+
+def pruned(host, keep=0.6, attention=1.0, **tokens):
+    config = sp.suggest_config(host, attention, tokens=sp.TokenConfig(keep, blocks=BLOCKS, **tokens))
+    return sp.sparsify(host, config)
+
+
+def plain_evit(model, images, keep, blocks, fuse):
+    """EViT as its paper says, one image at a time, with the whole attention matrix."""
+    results = []
+    for image in images:
+        x = model.patch_embed(image[None])
+        x = model.norm_pre(model._pos_embed(x))[0]  # [n, D]
+        cells, fused_present = list(range(len(x) - 1)), False
+        for number, block in enumerate(model.blocks):
+            y = block.norm1(x)
+            heads = block.attn.num_heads
+            q, k, v = block.attn.qkv(y).view(len(y), 3, heads, -1).permute(1, 2, 0, 3)
+            attention = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1)  # [heads, n, n]
+            x = x + block.attn.proj((attention @ v).transpose(0, 1).flatten(1))
+            if number in blocks:
+                first = 2 if fused_present else 1
+                paid = attention[:, 0].mean(0)
+                patches = list(range(first, len(x)))
+                count = math.ceil(keep * len(patches) - 1e-9)
+                best = sorted(sorted(patches, key=lambda i: (-paid[i].item(), i))[:count])
+                cells = [cells[i - first] for i in best]
+                rest = [i for i in range(1, len(x)) if i not in best]
+                parts = [x[:1]] + ([(paid[rest, None] * x[rest]).sum(0, keepdim=True)] if fuse else []) + [x[best]]
+                x, fused_present = torch.cat(parts), fuse
+            x = x + block.mlp(block.norm2(x))
+        results.append((model.head(model.norm(x)[0]), cells))
+    logits, cells = zip(*results, strict=True)
+    return torch.stack(logits), torch.tensor(cells)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_evit_with_dense_attention_is_the_plain_implementation(host, photos, fuse):
+    student = pruned(host, fuse=fuse)
+    with torch.no_grad():
+        logits, cells = plain_evit(host, photos, 0.6, BLOCKS, fuse)
+        found = student(photos)
+    assert torch.equal(conversion_of(student).grid.cells, cells)
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found, host(photos), atol=1e-3)  # something was dropped
+
+
+@pytest.mark.parametrize("tokens", [{}, {"fuse": True}, {"method": "dynamicvit"}])
+@pytest.mark.parametrize("tile", [None, (2, 3)])
+def test_kernels_and_lists_agree_on_what_is_left(host, photos, tokens, tile):
+    student = pruned(host, attention=0.2, **tokens)
+    sp.calibrate(student, photos)
+    seen = []
+    for residual in (True, False):
+        for backend in ("reference", "eager", "cpu"):
+            sp.reconfigure(student, tile=tile, residual=residual, backend=backend)
+            with torch.no_grad():
+                seen.append(student(photos))
+            torch.testing.assert_close(student(photos), seen[-1], rtol=1e-4, atol=1e-5)  # lists, not one call
+            torch.testing.assert_close(seen[-1], seen[3 * (not residual)], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(seen[0], seen[3], atol=1e-4)
+
+
+def test_sparse_attention_after_dropping_is_that_of_the_tokens_left(host, photos):
+    """Columns of the predictor are those of the kept positions; checked with the reference on a hand-made layer."""
+    student = pruned(host, attention=0.2)
+    sp.calibrate(student, photos)
+    seen = {}
+    for index in (2, 5):
+        layer = sparse_layers(student)[index]
+
+        def watch(observation, index=index):
+            grid = observation.layer.grid
+            seen[index] = (observation, grid.cells.clone())
+
+        layer.observers.append(watch)
+    student(photos)
+    for index, (observation, cells) in seen.items():
+        layer = sparse_layers(student)[index]
+        w_down, w_up = layer.predictor.w_down, layer.predictor.w_up
+        for image in range(len(photos)):
+            columns = torch.cat([torch.zeros(1, dtype=torch.long), cells[image] + 1])
+            a_down = torch.softmax(
+                observation.q[image, :, 1:] @ (w_down[:, :, columns] @ observation.k[image]).mT * layer.scale, -1
+            )
+            torch.testing.assert_close(observation.residual.a_down[image], a_down, rtol=1e-4, atol=1e-6)
+            scores = (
+                torch.where(a_down > layer.config.tau, a_down, 0)
+                @ torch.where(w_up > layer.basis_threshold, w_up, 0)[:, :, columns]
+            )
+            mask = observation.connectivity.mask()[image]
+            budget = math.ceil(0.2 * 37)
+            for head in range(3):
+                for row in range(len(columns) - 1):
+                    best = sorted(range(len(columns)), key=lambda j: (-scores[head, row, j].item(), j))[:budget]
+                    wanted = {j for j in best if scores[head, row, j] > 0} | {0, row + 1}
+                    assert set(mask[head, row + 1].nonzero().flatten().tolist()) == wanted
+
+
+@pytest.mark.parametrize("tokens", [{}, {"fuse": True}, {"method": "dynamicvit"}])
+def test_an_image_is_the_same_alone_and_in_any_batch(host, photos, tokens):
+    student = pruned(host, attention=0.3, **tokens)
+    sp.calibrate(student, photos)
+    with torch.no_grad():
+        together = student(photos)
+        for size in (1, 3):
+            apart = torch.cat([student(part) for part in photos.split(size)])
+            torch.testing.assert_close(apart, together, rtol=1e-4, atol=1e-5)
+
+
+def test_tokens_are_really_gone(host, photos):
+    student = pruned(host, keep=0.5, attention=0.3, fuse=True)
+    counts = [layer.tokens for layer in measure(student, photos)]
+    assert counts == [37, 37, 1 + 1 + 18, 20, 1 + 1 + 9, 11]
+    expected = sp.TokenConfig(0.5, blocks=BLOCKS, fuse=True).layer_tokens(36, 1, DEPTH)
+    assert [seen.attention for seen in expected] == counts
+    assert expected[1] == BlockTokens(1, 37, 20)
+    dynamic = sp.TokenConfig(0.5, "dynamicvit", blocks=BLOCKS).layer_tokens(36, 1, DEPTH)
+    assert [seen.attention for seen in dynamic] == [37, 19, 19, 10, 10, 10]
+
+
+def test_a_budget_that_covers_what_is_left_is_dense(host, photos):
+    student = pruned(host, keep=0.5, attention=0.4)  # 15 keys: more than the 10 tokens at the end, not the 19 before
+    kinds = {}
+    for number, layer in enumerate(sparse_layers(student)):
+        layer.observers.append(lambda seen, number=number: kinds.__setitem__(number, seen.connectivity is None))
+    student(photos)
+    assert [kinds[i] for i in range(DEPTH)] == [False, False, False, False, True, True]
+
+
+def test_keep_one_drops_nothing(host, photos):
+    for method in ("evit", "dynamicvit"):
+        assert torch.equal(pruned(host, keep=1.0, method=method)(photos), host(photos))
+
+
+def test_dense_mode_and_restore_keep_all_tokens(host, photos):
+    student = pruned(host, attention=0.3)
+    with sp.dense_mode(student):
+        assert torch.equal(student(photos), host(photos))
+    assert conversion_of(student).grid.cells is None
+    student(photos)
+    assert conversion_of(student).grid.cells is not None
+    dense = sp.restore(student)
+    assert torch.equal(dense(photos), host(photos))
+    assert list(dense.state_dict()) == list(host.state_dict())
+    assert not pruning_blocks(dense)
+
+
+def test_names_of_parameters_stay(host):
+    student = pruned(host, method="dynamicvit")
+    ours = [name for name in student.state_dict() if ".predictor." in name or ".scorer." in name]
+    assert [name for name in student.state_dict() if name not in ours] == list(host.state_dict())
+    assert sum(".scorer." in name for name in ours) == 2 * 10
+
+
+def test_reconfigure_changes_what_is_dropped(host, photos):
+    student = pruned(host, attention=0.3)
+    sp.reconfigure(student, tokens=None)
+    without = student(photos)
+    assert torch.equal(without, sp.sparsify(host, sp.suggest_config(host, 0.3))(photos))
+    sp.reconfigure(student, tokens=sp.TokenConfig(0.5, blocks=BLOCKS))
+    student(photos)
+    assert conversion_of(student).grid.cells.shape[1] == 9
+    sp.reconfigure(student, tokens=sp.TokenConfig(0.9, blocks=BLOCKS))
+    student(photos)
+    assert conversion_of(student).grid.cells.shape[1] == 30
+    sp.reconfigure(student, tokens=sp.TokenConfig(0.5, "dynamicvit"))
+    scorer = pruning_blocks(student)[0].scorer
+    sp.reconfigure(student, tokens=sp.TokenConfig(0.7, "dynamicvit"))
+    assert pruning_blocks(student)[0].scorer is scorer  # what was trained is not lost by another rate
+    assert [block.number for block in pruning_blocks(student)] == [1, 3, 4]
+    sp.reconfigure(student, tokens=None)
+    sp.reconfigure(student, tokens=sp.TokenConfig(0.5))
+    sp.reconfigure(student, tokens=sp.TokenConfig(0.7, "dynamicvit"))
+    assert pruning_blocks(student)[0].scorer is scorer  # nor by trying something else
+
+
+def test_checkpoints_hold_what_is_dropped(host, photos, tmp_path):
+    student = pruned(host, attention=0.3, method="dynamicvit")
+    for host_weights in (True, False):
+        sp.save(student, tmp_path / "a.safetensors", host_weights=host_weights)
+        again = sp.load(tmp_path / "a.safetensors", model=host)
+        assert torch.equal(again(photos), student(photos))
+        assert sp.config_of(again) == sp.config_of(student)
+
+
+def test_another_image_size_begins_anew(host):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=48, patch_size=8, embed_dim=24, depth=4, num_heads=3,
+                              num_classes=7, dynamic_img_size=True).eval()  # fmt: skip
+    student = sp.sparsify(model, sp.suggest_config(model, 0.3, tokens=sp.TokenConfig(0.5)))
+    with torch.no_grad():
+        small = student(torch.ones(2, 3, 48, 48))
+        student(torch.ones(1, 3, 64, 72))
+        assert conversion_of(student).grid.cells.max() < 8 * 9
+        assert torch.equal(student(torch.ones(2, 3, 48, 48)), small)
+
+
+def test_without_a_class_token_the_mean_patch_chooses(photos):
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=48, patch_size=8, embed_dim=24, depth=2, num_heads=3,
+                              num_classes=7, class_token=False, global_pool="avg").eval()  # fmt: skip
+    student = sp.sparsify(model, sp.suggest_config(model, 1.0, tokens=sp.TokenConfig(0.5, blocks=(0,))))
+    with torch.no_grad():
+        student(photos)
+        x = model.blocks[0].norm1(model._pos_embed(model.patch_embed(photos)))
+        q, k, _ = model.blocks[0].attn.qkv(x).view(4, 36, 3, 3, 8).permute(2, 0, 3, 1, 4)
+        paid = torch.softmax(q.mean(2, keepdim=True) @ k.mT / math.sqrt(8), -1).mean(1)[:, 0]
+    expected = paid.topk(18).indices.sort().values
+    assert torch.equal(conversion_of(student).grid.cells, expected)
+
+
+def test_impossible_requests_are_refused(host):
+    with pytest.raises(ConfigError, match="blocks 0 to 5"):
+        sp.sparsify(host, sp.suggest_config(host, 1.0, tokens=sp.TokenConfig(0.5, blocks=(6,))))
+    for wrong in (
+        {"keep": 0},
+        {"keep": 0.5, "method": "tome"},
+        {"keep": 0.5, "blocks": (3, 1)},
+        {"keep": 0.5, "fuse": 1},
+    ):
+        with pytest.raises(ConfigError):
+            sp.TokenConfig(**wrong)
+    with pytest.raises(ConfigError, match="EViT"):
+        sp.TokenConfig(0.5, "dynamicvit", fuse=True)
+    parallel = make_vit(block_fn=ParallelThingsBlock)
+    sp.sparsify(parallel, sp.suggest_config(parallel, 0.3))
+    with pytest.raises(UnsupportedModelError, match="one after the other"):
+        sp.sparsify(parallel, sp.suggest_config(parallel, 0.3, tokens=sp.TokenConfig(0.5)))
+
+
+def test_gradients_reach_everything_that_is_kept(host, photos):
+    student = pruned(host, attention=0.3, fuse=True)
+    sp.calibrate(student, photos)
+    student(photos).square().sum().backward()
+    missing = [name for name, p in student.named_parameters() if p.grad is None]
+    assert missing == []
+    with torch.no_grad():
+        expected = student(photos)
+    torch.testing.assert_close(student(photos), expected, rtol=1e-4, atol=1e-5)
+
+
+class TestDynamicViT:
+    @pytest.mark.parametrize(("attention", "residual"), [(1.0, True), (0.3, False), (0.3, True)])
+    def test_weighing_tokens_out_is_removing_them(self, host, photos, monkeypatch, attention, residual):
+        """Training weighs tokens out and inference removes them: the same where the choice is the same."""
+        student = pruned(host, attention=attention, method="dynamicvit")
+        sp.calibrate(student, photos)
+        sp.reconfigure(student, residual=residual)
+        chosen = []
+        drop = TokenGrid.drop
+
+        def note(grid, kept, num_fused=0):
+            drop(grid, kept, num_fused)
+            chosen.append(grid.cells)
+
+        with torch.no_grad():
+            monkeypatch.setattr(TokenGrid, "drop", note)
+            removed = student(photos)
+            again = iter(chosen)
+
+            def impose(scorer, x, grid, config):  # what inference chose, by weight
+                there = torch.zeros(len(x), 36).scatter_(1, next(again), 1.0)
+                grid.weigh(torch.cat([torch.ones(len(x), 1), there], 1))
+                return x
+
+            monkeypatch.setattr(TokenScorer, "prune", impose)
+            weighed = student(photos)
+        assert [cells.shape[1] for cells in chosen] == [22, 14]
+        assert conversion_of(student).grid.presence is not None
+        torch.testing.assert_close(weighed, removed, rtol=2e-3, atol=2e-4)  # 1e-6 of each dropped token stays
+
+    def test_masked_softmax(self):
+        from sparsifiner.ops.attention import log_presence, with_presence
+
+        q, k, v = torch.randn(3, 2, 3, 6, 4, dtype=torch.float64).unbind(0)
+        presence = torch.tensor([[1.0, 0, 1, 1, 0, 1], [1, 1, 1, 0, 0, 0]], dtype=torch.float64)
+        weights = torch.exp(q @ k.mT * 0.7)
+        wanted = weights * (presence[:, None, None] + 1e-6)
+        wanted = wanted / wanted.sum(-1, keepdim=True)
+        biased = functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=log_presence(presence)[:, None, None], scale=0.7
+        )
+        torch.testing.assert_close(biased, wanted @ v)
+        q2, k2, v2 = with_presence(q, k, v, presence, 0.7)
+        featured = functional.scaled_dot_product_attention(q2, k2, v2, scale=0.7)[..., :4]
+        torch.testing.assert_close(featured, biased)
+
+    def test_gradient_of_presence(self):
+        """At a token that is out, the gradient says what taking it in would do."""
+        from sparsifiner.ops.attention import log_presence
+
+        q, k, v = torch.randn(3, 1, 1, 5, 4, dtype=torch.float64).unbind(0)
+        presence = torch.tensor([[1.0, 1, 0, 1, 1]], dtype=torch.float64, requires_grad=True)
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=log_presence(presence)[:, None, None])
+        out[0, 0, 0, 0].backward()
+        weights = torch.exp(q[0, 0, 0] @ k[0, 0].T / 2)
+        total = (weights * presence[0]).sum()
+        output = (weights * presence[0]) @ v[0, 0, :, 0] / total
+        expected = weights * (v[0, 0, :, 0] - output) / total
+        torch.testing.assert_close(presence.grad[0], expected, rtol=1e-4, atol=1e-5)
+
+    def test_scorer(self):
+        scorer = TokenScorer(8).double()
+        x = torch.randn(2, 5, 8, dtype=torch.float64)
+        there = torch.tensor([[1.0, 0, 1, 1, 0], [1, 1, 1, 1, 1]], dtype=torch.float64)
+        y = functional.gelu(
+            scorer.enter[1](functional.layer_norm(x, (8,), scorer.enter[0].weight, scorer.enter[0].bias))
+        )
+        whole = torch.stack([y[0, [0, 2, 3], 4:].mean(0), y[1, :, 4:].mean(0)])
+        features = torch.cat([y[..., :4], whole[:, None].expand(-1, 5, -1)], -1)
+        torch.testing.assert_close(scorer(x, there), scorer.decide(features).log_softmax(-1))
+        assert scorer(x).exp().sum(-1).allclose(torch.ones(2, 5, dtype=torch.float64))
+
+    def test_training_pass(self, host, photos):
+        student = pruned(host, attention=0.3, method="dynamicvit")
+        sp.calibrate(student, photos)
+        student.train()
+        torch.manual_seed(3)
+        logits = student(photos)
+        grid = conversion_of(student).grid
+        assert grid.cells is None
+        assert set(grid.presence.unique().tolist()) <= {0.0, 1.0}
+        first, second = grid.shares
+        assert bool((second <= first).all())
+        assert torch.equal(second, grid.presence[:, 1:].mean(1))
+        loss = ratio_loss(grid, sp.config_of(student).tokens)
+        torch.testing.assert_close(loss, ((first.mean() - 0.6) ** 2 + (second.mean() - 0.36) ** 2) / 2)
+        (logits.square().sum() + loss).backward()
+        for block in pruning_blocks(student):
+            assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in block.scorer.parameters())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"token_keep": 0.6},
+        {"token_keep": 0.6, "token_fuse": True, "keep": 1.0},
+        {"token_keep": 0.6, "token_method": "dynamicvit"},
+        {"token_keep": 0.6, "token_method": "dynamicvit", "residual": False},
+        {"pattern": "linformer"},
+        {"pattern": "axial", "residual": False},
+        {"token_keep": 0.6, "attention_weight": 1.0},
+        {"token_keep": 0.6, "straight_through": True},
+    ],
+)
+def test_distillation_with_dropped_tokens(host, photos, changes):
+    recipe = sp.Recipe(
+        **(
+            {"keep": 0.3, "phase1_epochs": 1, "phase2_epochs": 2, "batch_size": 4, "label_weight": 0.0, "mixup": 0.0}
+            | {"cutmix": 0.0, "phase1_warmup_epochs": 0, "phase2_warmup_epochs": 0, "calibration_images": 4}
+            | ({"phase1_epochs": 0} if changes.get("keep") == 1.0 else {})
+            | changes
+        )
+    )
+    from sparsifiner.distillation.recipe import config_for
+
+    student = sp.sparsify(host, config_for(recipe, host))
+    before = {name: p.detach().clone() for name, p in student.named_parameters()}
+    report = sp.distill(student, photos, recipe)
+    last = report.lines[-1]
+    assert ("ratio" in last) == (changes.get("token_method") == "dynamicvit")
+    assert math.isfinite(last["loss"])
+    assert math.isfinite(last["token"])
+    changed = {name for name, p in student.named_parameters() if not torch.equal(p, before[name])}
+    assert any(".scorer." in name for name in changed) == ("ratio" in last)
+    assert "blocks.0.mlp.fc1.weight" in changed
