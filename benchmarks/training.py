@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,30 +83,43 @@ def job(phase: str, form: str, pixels: int, batch: int) -> Any:
 def measure(phase: str, form: str, pixels: int, batch: int, seconds: float) -> None:
     """In the child."""
     run = job(phase, form, pixels, batch)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of making the model
+    before = memory("VmRSS")
     times, end = [], time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 3:
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    peak = memory("VmHWM") - before
     times.sort()
-    print(json.dumps({"minimum": min(times), "p50": times[len(times) // 2], "steps": len(times), "mib": memory}))
+    print(json.dumps({"minimum": min(times), "p50": times[len(times) // 2], "steps": len(times), "mib": peak}))
+
+
+def memory(what: str) -> float:
+    """MiB of this process, now or at most so far, as Linux counts."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20, help="for each figure")
+    parser.add_argument("--phase", choices=("1", "2"), help="measure this one only; the other's rows are kept")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         phase, form, pixels, batch = arguments.child
         measure(phase, form, int(pixels), int(batch), arguments.seconds)
         return
-    rows = []
+    rows: list[dict[str, Any]] = []
+    if arguments.phase is not None:
+        with (RESULTS / "training.csv").open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["phase"] != arguments.phase]
     jobs = [("2", form, *size) for size in JOINT for form in FORMS]
     jobs += [("1", form, *size) for size in FIRST for form in ("dense inference", "attention loss")]
     for phase, form, pixels, batch in jobs:
+        if arguments.phase not in (None, phase):
+            continue
         command = [sys.executable, __file__, "--seconds", str(arguments.seconds), "--child", phase, form]
         child = subprocess.run([*command, str(pixels), str(batch)], stdout=subprocess.PIPE, text=True, check=True)
         figures = json.loads(child.stdout.splitlines()[-1])
@@ -118,11 +131,12 @@ def main() -> None:
             flush=True,
         )
     with replacing(RESULTS / "training.csv") as path, path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *environment()], lineterminator="\n")
+        own = ["phase", "form", "pixels", "batch", "keep", "minimum", "p50", "steps", "mib", "images_per_second"]
+        writer = csv.DictWriter(file, [*own, *environment()], lineterminator="\n")
         writer.writeheader()
         writer.writerows(
-            {key: round(v, 4) if isinstance(v, float) else v for key, v in (row | environment()).items()}
-            for row in rows
+            {key: round(v, 4) if isinstance(v, float) else v for key, v in (environment() | row).items()}
+            for row in sorted(rows, key=lambda row: row["phase"])
         )
 
 

@@ -83,6 +83,44 @@ def test_calibrate_then_eval_info_and_flops(folder):
     assert "dense total" in run("flops", path).stdout
 
 
+def test_sweep_tables_figures_and_report(folder, tmp_path):
+    calibrate(folder, "--keep", "0.4")
+    path, images = folder / "student.safetensors", folder / "images"
+    arguments = ("sweep", path, "--data", images, "--keeps", "0.4,0.2", "--token-keeps", "1,0.5")
+    more = ("--search-data", images, "--search-limit", 4, "--out", tmp_path / "sweep")
+    found = json.loads(run(*arguments, *more, "--json").stdout)
+    assert len(found["points"]) == 8
+    assert {point["token_keep"] for point in found["points"]} == {1.0, 0.5}
+    by_layer = [point for point in found["points"] if point["layers"]]
+    assert len(by_layer) == 4
+    for point in by_layer:
+        keeps = [float(keep) for keep in point["layers"].split()]
+        assert len(keeps) == 12
+        assert sum(keeps) / 12 <= point["keep"] + 1e-9
+    assert any(point["best"] for point in found["points"])
+    assert len((tmp_path / "sweep" / "sweep.csv").read_text().splitlines()) == 9
+    assert (tmp_path / "sweep" / "sweep.png").stat().st_size > 10_000
+    assert "evit 0.5" in run(*arguments).stdout
+
+    run("tables", path, "--data", images, "--limit", 6, "--out", tmp_path / "tables")
+    assert "6 images" in (tmp_path / "tables" / "tables.md").read_text()
+    rows = json.loads(run("tables", "--json").stdout)
+    assert len(rows) == 35
+
+    photo = images / "ant" / "0.png"
+    drawn = run("figures", path, "--image", photo, "--out", tmp_path / "figures", "--layers", "1,9", "--query", "1,2")
+    assert "connections.pdf" in drawn.stdout
+    assert len(list((tmp_path / "figures").iterdir())) == 14
+
+    run("report", path, "--data", images, "--keeps", "0.2", "--image", photo, "--out", tmp_path / "report.html")
+    assert "On 12 images" in (tmp_path / "report.html").read_text()
+
+    evaluated = ("eval", path, "--data", images, "--json")
+    row = json.loads(run(*evaluated, "--token-keep", "0.5", "--token-fuse").stdout)
+    assert row["config"]["tokens"] == {"keep": 0.5, "method": "evit", "blocks": None, "fuse": True}
+    assert json.loads(run(*evaluated, "--pattern", "window").stdout)["config"]["pattern"] == "window"
+
+
 def test_calibrate_prints_recall_and_writes_predictors_only(folder):
     text = calibrate(folder, "--predictors-only").stdout
     assert "recall" in text
@@ -124,12 +162,17 @@ def test_demo_on_a_real_model(folder):
     assert {row["images"] for row in rows} == {9}
 
 
-def test_demo_on_digits(monkeypatch):
+def test_demo_on_digits(monkeypatch, tmp_path):
     from sparsifiner import digits
 
     train = digits.train_digits
     monkeypatch.setattr(digits, "train_digits", lambda *args, **options: train(*args, **(options | {"epochs": 2})))
+    monkeypatch.chdir(tmp_path)
     text = run("demo", "--keep", "0.5").stdout
+    assert "demo-report.html" in text
+    page = (tmp_path / "demo-report.html").read_text()
+    assert "On 449 images" in page
+    assert page.count("<figure>") == 6
     assert "residual + tile 2x2" in text
     assert "paper form, distilled" in text
     assert "449 images" in text
@@ -155,6 +198,12 @@ def test_demo_on_digits(monkeypatch):
         (["train", "--data", "x", "--out", "y", "--keep", "2"], "keep must be at least 0 and at most 1"),
         (["train", "--data", "x", "--out", "y", "--cache-teacher"], "images that are the same in every epoch"),
         (["train", "--data", "nowhere", "--out", "y", "--model", NAME], "nowhere does not exist"),
+        (["train", "--data", "x", "--out", "y", "--token-keep", "0"], "the tokens' keep must be a share"),
+        (["tables", "nothing.safetensors"], "give both a checkpoint and --data"),
+        (["sweep", "nothing.safetensors", "--data", "x", "--cost", "money"], "--cost must be total_macs"),
+        (["sweep", "nothing.safetensors", "--data", "x"], "nothing.safetensors does not exist"),
+        (["figures", "nothing.safetensors", "--image", "x.png"], "nothing.safetensors does not exist"),
+        (["report", "nothing.safetensors"], "nothing.safetensors does not exist"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_code_2(arguments, message, tmp_path, monkeypatch, capsys):
@@ -215,7 +264,7 @@ def test_broken_images_are_named_and_skipped_if_asked(folder, tmp_path):
     assert "skipped 1 of 12 images" in result.stderr
 
 
-@pytest.mark.parametrize("verb", ["demo", "calibrate", "train", "eval", "flops", "bench", "info"])
+@pytest.mark.parametrize("verb", [command.name for command in app.registered_commands])
 def test_help_has_an_example(verb):
     assert "Example" in run(verb, "--help").stdout
 

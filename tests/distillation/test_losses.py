@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsifiner.distillation import losses
 
@@ -31,6 +32,15 @@ def test_attention_loss_is_exact(m, num_prefix):
     without = losses.attention_loss(q, k, w_down, w_up, **about)
     for got, want in zip(torch.autograd.grad(without, (w_down, w_up)), wanted, strict=True):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("m", [5, 64, 70])
+def test_attention_loss_never_builds_the_attention(m):
+    """Torch builds it where its flash kernel cannot run; here nothing else may, so that it would be an error."""
+    q, k, w_down, w_up = problem(d=64, m=m, dtype=torch.float32)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        losses.attention_loss(q, k, w_down, w_up, num_prefix=1, scale=0.125, tau=0.0).backward()
+    assert w_up.grad.abs().sum() > 0
 
 
 def test_attention_loss_in_bfloat16_is_near():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,11 +27,12 @@ def demo(
     preprocess: common.Preprocess = "model",
     workers: common.Workers = 0,
     threads: common.Threads = None,
+    report: Annotated[Path, typer.Option(help="Where the HTML report goes.")] = Path("demo-report.html"),
     as_json: common.AsJson = False,
 ) -> None:
     """Trains a small ViT on digits, makes it sparse, calibrates and distils it, and compares; or takes a real model.
 
-    A real model is calibrated and compared only: `sparsifiner train` distils it.
+    A real model is calibrated and compared only: `sparsifiner train` distils it. Ends by writing a report.
 
     Example: `sparsifiner demo`, or
     `sparsifiner demo --model deit_tiny_patch16_224 --weights hub --data val/ --calibration-data train/`
@@ -74,6 +76,7 @@ def demo(
             for rate in keeps:
                 advance = start(f"{form.name}, keep {rate:g}", total)
                 rows.append(compare.evaluate(distilled, batches, form, rate, dense, advance)[0])
+    _report(report, student, min(keeps), rows, next(iter(batches))[0])
     if as_json:
         common.print_json([row.to_dict() for row in rows])
         return
@@ -81,6 +84,36 @@ def demo(
     typer.echo(
         "Attention and model are million multiply-adds per image, as counted on these images. Time is this machine's, "
         "with the backend `sparsifiner info` names."
+    )
+    typer.echo(f"Look at {report.resolve()}")
+
+
+def _report(path: Path, student, keep: float, rows, images) -> None:
+    """The comparison, the layers, and what the first image's patches attend to."""
+    import shlex
+    import sys
+
+    from timm.data.config import resolve_model_data_config
+
+    import sparsifiner as sp
+    from sparsifiner import digits
+    from sparsifiner.inspect.statistics import measure
+    from sparsifiner.report import html
+    from sparsifiner.report.photo import visible
+
+    sp.reconfigure(student, keep=keep)
+    config = resolve_model_data_config(student)
+    mean, std = (config["mean"], config["std"]) if images.shape[1] == 3 else ((digits.MEAN,), (digits.STD,))
+    pictures = html.pictures_of(student, images[0], visible(images[0], mean, std), "the first image")
+    html.write_report(
+        path,
+        student,
+        title="Sparse attention: the demo",
+        command=shlex.join(["sparsifiner", *sys.argv[1:]]),
+        rows=rows,
+        statistics=measure(student, images),
+        statistics_images=len(images),
+        pictures=pictures,
     )
 
 

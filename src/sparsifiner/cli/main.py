@@ -7,7 +7,7 @@ import sys
 import typer
 
 from sparsifiner import __version__
-from sparsifiner.cli import bench, calibrate, demo, evaluate, flops, info, sweep, tables, train
+from sparsifiner.cli import bench, calibrate, demo, evaluate, figures, flops, info, report, sweep, tables, train
 from sparsifiner.errors import SparsifinerError
 
 app = typer.Typer(
@@ -26,6 +26,8 @@ app.command("flops")(flops.flops)
 app.command("bench")(bench.bench)
 app.command("sweep")(sweep.sweep)
 app.command("tables")(tables.tables)
+app.command("figures")(figures.figures)
+app.command("report")(report.report)
 app.command("info")(info.info)
 
 

@@ -55,13 +55,13 @@ def attention_loss(
 def attend_to(q: Tensor, k: Tensor, values: Tensor, scale: float) -> Tensor:
     """``softmax(q kᵀ scale) values`` for values ``[heads, n, m]`` of any width, shared by the batch.
 
-    In slices as wide as the queries: other widths make torch build the whole attention.
+    In slices as wide as the queries, with contiguous rows: anything else makes torch build the whole attention.
     """
     batch, width = len(q), q.shape[-1]
     columns = values.shape[-1]
     padded = functional.pad(values, (0, -columns % width)).to(q.dtype)
     parts = [
-        functional.scaled_dot_product_attention(q, k, part.expand(batch, -1, -1, -1), scale=scale)
+        functional.scaled_dot_product_attention(q, k, part.contiguous().expand(batch, -1, -1, -1), scale=scale)
         for part in padded.split(width, dim=-1)
     ]
     return torch.cat(parts, dim=-1)[..., :columns].to(accumulation_dtype(q.dtype))

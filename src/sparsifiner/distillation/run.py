@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -210,7 +209,7 @@ def _cached(path, folder: Path | None, dense, training, progress, processes: Pro
 
 
 def _draw(log: Log, path: Path) -> None:
-    if log.lines and importlib.util.find_spec("matplotlib"):  # for those who want figures
+    if log.lines:
         from sparsifiner.report.plots import training_curves
 
         training_curves(log.lines, path)

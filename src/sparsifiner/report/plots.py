@@ -1,32 +1,32 @@
-"""Figures of measurements; needs matplotlib."""
+"""Figures of measurements."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from sparsifiner.errors import ConfigError
 from sparsifiner.files import replacing
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("drawing needs matplotlib: pip install matplotlib") from None
+def pyplot() -> Any:
+    """Pyplot without a screen; slow to import, so only where something is drawn."""
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     return pyplot
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path, close: bool = True) -> None:
+    """Writes a figure in the format of the file's name."""
     with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", bbox_inches="tight")
-    _pyplot().close(figure)
+        figure.savefig(temporary, format=path.suffix[1:], bbox_inches="tight")
+    if close:
+        pyplot().close(figure)
 
 
 def _plain(axes: Any) -> None:
@@ -38,7 +38,7 @@ def _plain(axes: Any) -> None:
 def training_curves(lines: list[dict[str, Any]], path: Path) -> None:
     """The losses of a run over its epochs, one panel a phase; top-1 beside them where it was measured."""
     phases = sorted({line["phase"] for line in lines})
-    figure, panels = _pyplot().subplots(1, len(phases), figsize=(6 * len(phases), 4), dpi=150, squeeze=False)
+    figure, panels = pyplot().subplots(1, len(phases), figsize=(6 * len(phases), 4), dpi=150, squeeze=False)
     for axes, phase in zip(panels[0], phases, strict=True):
         here = [line for line in lines if line["phase"] == phase]
         names = [
@@ -63,13 +63,12 @@ def training_curves(lines: list[dict[str, Any]], path: Path) -> None:
         axes.set_title(f"phase {phase}: " + ("predictors" if phase == 1 else "all weights"))
         axes.legend(fontsize=8, frameon=False)
         _plain(axes)
-    _save(figure, path)
+    save(figure, path)
 
 
 def speed_ups(rows: list[dict[str, Any]], path: Path) -> None:
     """Speed-up over dense attention against the number of tokens: a line per setting."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(7, 4.4), dpi=150)
+    figure, axes = pyplot().subplots(figsize=(7, 4.4), dpi=150)
     axes.axhline(1, color="black", linewidth=1)
     sparse = [row for row in rows if row["keep"] is not None]
     keeps = list(dict.fromkeys(row["keep"] for row in sparse))
@@ -91,7 +90,7 @@ def speed_ups(rows: list[dict[str, Any]], path: Path) -> None:
     axes.set_ylim(top=1.6 * axes.get_ylim()[1])  # room for the legend
     axes.legend(fontsize=8, frameon=False, loc="upper left")
     _plain(axes)
-    _save(figure, path)
+    save(figure, path)
 
 
 def trade_off(dense: Any, points: list[Any], best: list[Any], path: Path, cost: str, value: str) -> None:
@@ -104,7 +103,7 @@ def trade_off(dense: Any, points: list[Any], best: list[Any], path: Path, cost: 
         "agreement": "agreement with dense (%)",
     }
     unit = {"total_macs": 1e9, "attention_macs": 1e6}.get(cost, 1.0)
-    figure, axes = _pyplot().subplots(figsize=(7, 4.6), dpi=150)
+    figure, axes = pyplot().subplots(figsize=(7, 4.6), dpi=150)
     kinds = list(dict.fromkeys((p.setting.tokens, p.setting.layers is not None) for p in points))
     for number, kind in enumerate(kinds):
         tokens, by_layer = kind
@@ -138,13 +137,13 @@ def trade_off(dense: Any, points: list[Any], best: list[Any], path: Path, cost: 
     axes.set_ylabel(titles[value])
     axes.legend(fontsize=8, frameon=False)
     _plain(axes)
-    _save(figure, path)
+    save(figure, path)
 
 
 def paper_trade_off(rows: Any, measured: Any, path: Path) -> None:
     """The paper's trade-off on DeiT-S, as printed; and a model at hand in the same settings, in a panel of its own."""
     count = 1 if measured is None else 2
-    figure, panels = _pyplot().subplots(1, count, figsize=(6.2 * count, 4.4), dpi=150, squeeze=False)
+    figure, panels = pyplot().subplots(1, count, figsize=(6.2 * count, 4.4), dpi=150, squeeze=False)
     printed = [row for row in rows if row.model == "DeiT-S" and row.keep is not None]
     groups = (
         ("Sparsifiner", [r for r in printed if r.table == 2 and r.keep < 1], "o-"),
@@ -173,4 +172,4 @@ def paper_trade_off(rows: Any, measured: Any, path: Path) -> None:
         axes.set_ylabel("top-1 (%)")
         axes.legend(fontsize=8, frameon=False)
         _plain(axes)
-    _save(figure, path)
+    save(figure, path)

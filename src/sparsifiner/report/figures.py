@@ -1,0 +1,370 @@
+"""The paper's figures of any converted model and photo: what a patch attends to, and how that was predicted.
+
+Each function draws one figure from numbers it is given, and returns it; `figures` makes all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from sparsifiner.config import TokenConfig
+from sparsifiner.convert import config_of, conversion_of, reconfigure, sparse_layers
+from sparsifiner.errors import ConfigError
+from sparsifiner.inspect.capture import LayerCapture, capture
+from sparsifiner.inspect.compare import Form, running_as
+from sparsifiner.inspect.observe import observing
+from sparsifiner.inspect.statistics import LayerStatistics, measure
+from sparsifiner.nn.attention import Observation
+from sparsifiner.nn.patterns import pattern_mask
+from sparsifiner.report.plots import pyplot, save
+
+# Told apart by colour-blind readers, and in print.
+MAP = "viridis"
+DROPPED = 0.25  # brightness of patches that were dropped
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """One photo in one converted model, and all that the figures show of it.
+
+    Attributes:
+        photo: ``[height, width, 3]`` in [0, 1], as the model saw it.
+        grid: rows and columns of patches.
+        query: row and column of the patch whose attention is shown.
+        num_prefix: tokens before the patches.
+        maps: each layer's attention of that patch, all heads.
+        coefficients: each sparse layer's low-rank attention of all patches, ``[heads, patches, m]``.
+        statistics: recall, connections and densities of each layer.
+        student: the model.
+    """
+
+    photo: np.ndarray
+    grid: tuple[int, int]
+    query: tuple[int, int]
+    num_prefix: int
+    maps: dict[int, LayerCapture]
+    coefficients: dict[int, Tensor]
+    statistics: list[LayerStatistics]
+    student: nn.Module
+
+    def on_grid(self, row: Tensor) -> np.ndarray:
+        """A row over all tokens ``[n]`` as a picture ``[rows, columns]`` of the patches."""
+        return row[self.num_prefix :].float().cpu().reshape(self.grid).numpy()
+
+
+def look(student: nn.Module, image: Tensor, photo: np.ndarray, query: tuple[int, int] | None = None) -> Scene:
+    """Runs a converted model on one image ``[channels, height, width]`` with all its tokens.
+
+    Args:
+        student: a converted model; as it was afterwards.
+        image: preprocessed.
+        photo: the same to look at.
+        query: row and column of the patch to follow; the middle if not given.
+    """
+    record = conversion_of(student)
+    found: dict[int, Tensor] = {}
+    numbers = {layer: number for number, layer in enumerate(sparse_layers(student))}
+
+    def note(seen: Observation) -> None:
+        if seen.residual is not None:
+            found[numbers[seen.layer]] = seen.residual.a_down[0].float().cpu()
+
+    with running_as(student, Form("figures", {"tokens": None}), None), torch.inference_mode():
+        student(image[None])  # so that the grid is the image's
+        rows, columns = record.grid.size
+        row, column = query or (rows // 2, columns // 2)
+        if not (0 <= row < rows and 0 <= column < columns):
+            raise ConfigError(f"patch ({row}, {column}) does not exist: the image has {rows} x {columns} patches")
+        token = record.grid.num_prefix + row * columns + column
+        with capture(student, queries=[token]) as seen, observing(sparse_layers(student), note):
+            student(image[None])
+        statistics = measure(student, image[None])
+        maps = dict(seen)
+    return Scene(photo, record.grid.size, (row, column), record.grid.num_prefix, maps, found, statistics, student)
+
+
+def _show(axes: Any, photo: np.ndarray, values: np.ndarray | None, scene: Scene) -> None:
+    """A photo, with values of the patches over it and the query framed."""
+    rows, columns = scene.grid
+    extent = (0, columns, rows, 0)
+    axes.imshow(photo, extent=extent, interpolation="bilinear")
+    if values is not None:
+        top = float(values.max())
+        # What has no attention lets the photo through, so that both can be seen.
+        strength = np.clip(values / top, 0, 1) if top > 0 else values
+        axes.imshow(values, extent=extent, cmap=MAP, vmin=0, vmax=top or 1, alpha=0.25 + 0.7 * strength)
+    _mark(axes, scene)
+    _bare(axes)
+
+
+def _mark(axes: Any, scene: Scene) -> None:
+    """Frames the query, in light on dark, so that it is seen on any photo."""
+    row, column = scene.query
+    for colour, width in (("black", 3.0), ("white", 1.4)):
+        axes.add_patch(pyplot().Rectangle((column, row), 1, 1, fill=False, edgecolor=colour, linewidth=width))
+
+
+def _bare(axes: Any) -> None:
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _kept(axes: Any, mask: np.ndarray, scene: Scene, photo: np.ndarray | None = None) -> None:
+    """The patches that are connected, as they are; the others dark."""
+    rows, columns = scene.grid
+    axes.imshow(scene.photo if photo is None else photo, extent=(0, columns, rows, 0), interpolation="bilinear")
+    shade = np.zeros((rows, columns, 4))
+    shade[..., 3] = np.where(mask, 0.0, 1 - DROPPED)
+    axes.imshow(shade, extent=(0, columns, rows, 0), interpolation="nearest")
+    _mark(axes, scene)
+    _bare(axes)
+
+
+def connections(scene: Scene, layers: Sequence[int], heads: Sequence[int]) -> Any:
+    """(a) The query, the keys it is connected to, its sparse attention and its full attention, by layer and head."""
+    titles = ("query", "connected keys", "sparse attention", "full attention")
+    cases = [(layer, head) for layer in layers for head in heads]
+    figure, panels = pyplot().subplots(
+        len(cases), 4, figsize=(8, 2.05 * len(cases)), dpi=150, squeeze=False, layout="constrained"
+    )
+    for (layer, head), row in zip(cases, panels, strict=True):
+        seen = scene.maps[layer]
+        mask = scene.on_grid(seen.mask[0, head, 0]) > 0
+        _show(row[0], scene.photo, None, scene)
+        _kept(row[1], mask, scene)
+        _show(row[2], scene.photo, scene.on_grid(seen.sparse_map[0, head, 0]), scene)
+        _show(row[3], scene.photo, scene.on_grid(seen.full_map[0, head, 0]), scene)
+        row[0].set_ylabel(f"layer {layer}, head {head}", fontsize=8)
+        row[1].set_xlabel(f"{int(mask.sum())} of {mask.size} patches", fontsize=7)
+    for axes, title in zip(panels[0], titles, strict=True):
+        axes.set_title(title, fontsize=9)
+    return figure
+
+
+def three_attentions(scene: Scene, layers: Sequence[int], head: int) -> Any:
+    """(b) Full, low-rank and sparse attention of the query, on one scale a layer."""
+    titles = ("query", "full attention", "low-rank estimate", "sparse attention")
+    figure, panels = pyplot().subplots(
+        len(layers), 4, figsize=(8, 2.05 * len(layers)), dpi=150, squeeze=False, layout="constrained"
+    )
+    for layer, row in zip(layers, panels, strict=True):
+        seen = scene.maps[layer]
+        estimate = torch.zeros_like(seen.full_map) if seen.estimate is None else seen.estimate
+        pictures = [scene.on_grid(x[0, head, 0]) for x in (seen.full_map, estimate, seen.sparse_map)]
+        top = max(float(picture.max()) for picture in pictures)
+        _show(row[0], scene.photo, None, scene)
+        for axes, picture in zip(row[1:], pictures, strict=True):
+            axes.imshow(picture, cmap=MAP, vmin=0, vmax=top, interpolation="nearest")
+            _bare(axes)
+        figure.colorbar(row[-1].get_images()[0], ax=row[-1], shrink=0.8)
+        row[0].set_ylabel(f"layer {layer}, head {head}", fontsize=8)
+    for axes, title in zip(panels[0], titles, strict=True):
+        axes.set_title(title, fontsize=9)
+    return figure
+
+
+def basis(scene: Scene, layers: Sequence[int], head: int, most: int = 16) -> Any:
+    """(c) The sparse basis: rows of w_up as pictures of the patches, with what lies below the threshold left white."""
+    found = [layer for layer in layers if layer in scene.coefficients]
+    if not found:
+        raise ConfigError("every layer shown is dense: there is no basis to draw")
+    count = min(most, sparse_layers(scene.student)[0].predictor.n_down)
+    figure, panels = pyplot().subplots(
+        len(found), count, figsize=(0.75 * count, 0.95 * len(found)), dpi=200, squeeze=False, layout="constrained"
+    )
+    for number, row in zip(found, panels, strict=True):
+        layer = sparse_layers(scene.student)[number]
+        w_up = layer.predictor.at(scene.grid)[1][head].detach()
+        chosen = torch.linspace(0, len(w_up) - 1, count).round().long().tolist()
+        for axes, landmark in zip(row, chosen, strict=True):
+            picture = scene.on_grid(w_up[landmark])
+            drawn = np.ma.masked_less_equal(picture, layer.basis_threshold)
+            axes.imshow(drawn, cmap=MAP, vmin=0, vmax=max(float(picture.max()), 1e-9), interpolation="nearest")
+            axes.set_xticks([])
+            axes.set_yticks([])
+            axes.spines[:].set_color("#bbbbbb")
+        kept = float((w_up > layer.basis_threshold).float().mean())
+        row[0].set_ylabel(f"layer {number}\n{kept:.0%} kept", fontsize=6)
+    return figure
+
+
+def coefficients(scene: Scene, head: int, layers: Sequence[int]) -> Any:
+    """(d) The basis coefficients of a head, layer by layer: patches down, landmarks across; white is below tau."""
+    found = [layer for layer in layers if layer in scene.coefficients]
+    if not found:
+        raise ConfigError("every layer shown is dense: it has no coefficients")
+    columns = min(6, len(found))
+    rows = -(-len(found) // columns)
+    figure, panels = pyplot().subplots(
+        rows, columns, figsize=(1.7 * columns, 3.0 * rows), dpi=150, squeeze=False, layout="constrained"
+    )
+    tau = config_of(scene.student).tau
+    for axes in panels.flatten():
+        axes.set_visible(False)
+    for layer, axes in zip(found, panels.flatten(), strict=False):
+        values = scene.coefficients[layer][head].numpy()
+        axes.set_visible(True)
+        axes.imshow(
+            np.ma.masked_less_equal(values, tau), cmap=MAP, vmin=0, vmax=1, aspect="auto", interpolation="nearest"
+        )
+        axes.set_title(f"layer {layer}: {(values > tau).mean():.0%}", fontsize=8)
+        axes.tick_params(labelsize=6)
+    figure.supxlabel("landmark", fontsize=8)
+    figure.supylabel("query patch", fontsize=8)
+    return figure
+
+
+def patterns(scene: Scene, layers: Sequence[int], head: int) -> Any:
+    """(f) Fixed patterns beside the learned one, at the same number of keys."""
+    fixed = ("window", "axial", "strided", "bigbird")
+    figure, panels = pyplot().subplots(
+        len(layers), len(fixed) + 1, figsize=(9, 1.95 * len(layers)), dpi=150, squeeze=False, layout="constrained"
+    )
+    row, column = scene.query
+    token = scene.num_prefix + row * scene.grid[1] + column
+    for number, line in zip(layers, panels, strict=True):
+        layer = sparse_layers(scene.student)[number]
+        for name, axes in zip(fixed, line, strict=False):
+            mask = pattern_mask(name, scene.grid, scene.num_prefix, layer.budget())
+            _kept(axes, scene.on_grid(mask[token]) > 0, scene)
+            if number == layers[0]:
+                axes.set_title(name, fontsize=9)
+        _kept(line[-1], scene.on_grid(scene.maps[number].mask[0, head, 0]) > 0, scene)
+        line[0].set_ylabel(f"layer {number}, head {head}", fontsize=8)
+    panels[0][-1].set_title("learned", fontsize=9)
+    return figure
+
+
+def recalls(statistics: Sequence[LayerStatistics], images: int) -> Any:
+    """(g) The share of the true attention that lies on kept keys, by layer and head."""
+    values = np.array([layer.recall_per_head for layer in statistics])
+    figure, axes = pyplot().subplots(
+        figsize=(1.4 + 0.55 * values.shape[1], 0.9 + 0.32 * len(values)), dpi=150, layout="constrained"
+    )
+    drawn = axes.imshow(values, cmap=MAP, vmin=0, vmax=1, aspect="auto")
+    for (layer, head), value in np.ndenumerate(values):
+        axes.text(
+            head, layer, f"{value:.2f}", ha="center", va="center", fontsize=7, color="white" if value < 0.6 else "black"
+        )
+    axes.set_xticks(range(values.shape[1]))
+    axes.set_yticks(range(len(values)))
+    axes.set_xlabel("head")
+    axes.set_ylabel("layer")
+    axes.set_title(f"recall, {images} image{'s' if images > 1 else ''}", fontsize=9)
+    figure.colorbar(drawn, ax=axes)
+    return figure
+
+
+def kept_tokens(photo: np.ndarray, grid: tuple[int, int], stages: Sequence[tuple[int, Tensor]], method: str) -> Any:
+    """(h) What is left of the photo after each pruning.
+
+    Args:
+        photo: ``[height, width, 3]`` in [0, 1].
+        grid: rows and columns of patches.
+        stages: numbers of the blocks that drop tokens, and the cells they leave.
+        method: its name.
+    """
+    rows, columns = grid
+    extent = (0, columns, rows, 0)
+    figure, panels = pyplot().subplots(
+        1, len(stages) + 1, figsize=(2.1 * (len(stages) + 1), 2.4), dpi=150, squeeze=False, layout="constrained"
+    )
+    panels[0][0].imshow(photo, extent=extent)
+    panels[0][0].set_title("photo", fontsize=9)
+    for axes, (block, cells) in zip(panels[0][1:], stages, strict=True):
+        gone = np.ones(rows * columns)
+        gone[cells.cpu().numpy()] = 0
+        shade = np.zeros((rows, columns, 4))
+        shade[..., :3], shade[..., 3] = 1.0, 0.85 * gone.reshape(rows, columns)
+        axes.imshow(photo, extent=extent)
+        axes.imshow(shade, extent=extent, interpolation="nearest")
+        axes.set_title(f"{method}, block {block}: {len(cells)} of {rows * columns}", fontsize=8)
+    for axes in panels[0]:
+        _bare(axes)
+    return figure
+
+
+def left_tokens(student: nn.Module, image: Tensor, tokens: TokenConfig) -> list[tuple[int, Tensor]]:
+    """The cells that each pruning leaves of one image ``[channels, height, width]``: for `kept_tokens`."""
+    from sparsifiner.tokens.install import pruning_blocks
+
+    before = config_of(student).tokens
+    found: list[tuple[int, Tensor]] = []
+    grid = conversion_of(student).grid
+    reconfigure(student, tokens=tokens)
+
+    def note(block: Any, *_: Any) -> None:
+        if grid.cells is not None:
+            found.append((block.number, grid.cells[0]))
+
+    handles = [block.register_forward_hook(note) for block in pruning_blocks(student)]
+    try:
+        with torch.inference_mode():
+            student(image[None])
+    finally:
+        for handle in handles:
+            handle.remove()
+        reconfigure(student, tokens=before)
+    return found
+
+
+def figures(
+    scene: Scene,
+    image: Tensor,
+    folder: Path,
+    *,
+    layers: Sequence[int],
+    heads: Sequence[int],
+    tokens: TokenConfig,
+    only: Sequence[str] | None = None,
+) -> list[Path]:
+    """Draws the figures to PNG and PDF files and returns their paths.
+
+    Args:
+        scene: from `look`.
+        image: what it was made of.
+        folder: where to.
+        layers: which layers are shown.
+        heads: which heads; figures of one head show the first.
+        tokens: how tokens are dropped in the last figure.
+        only: names of the figures wanted; None for all.
+    """
+    numbers = {
+        "layer": (layers, len(sparse_layers(scene.student))),
+        "head": (heads, sparse_layers(scene.student)[0].num_heads),
+    }
+    for what, (chosen, count) in numbers.items():
+        if wrong := [number for number in chosen if not 0 <= number < count]:
+            raise ConfigError(f"{what} {wrong[0]} does not exist: the model has 0 to {count - 1}")
+    every = list(range(len(sparse_layers(scene.student))))
+    makers: dict[str, Callable[[], Any]] = {
+        "connections": lambda: connections(scene, layers, heads),
+        "attentions": lambda: three_attentions(scene, layers, heads[0]),
+        "basis": lambda: basis(scene, layers, heads[0]),
+        "coefficients": lambda: coefficients(scene, heads[0], every),
+        "patterns": lambda: patterns(scene, layers, heads[0]),
+        "recall": lambda: recalls(scene.statistics, 1),
+        "tokens": lambda: kept_tokens(
+            scene.photo, scene.grid, left_tokens(scene.student, image, tokens), f"{tokens.method} {tokens.keep:g}"
+        ),
+    }
+    if unknown := [name for name in only or () if name not in makers]:
+        raise ConfigError(f"unknown figure {unknown[0]!r}: choose from {', '.join(makers)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, make in makers.items():
+        if only is None or name in only:
+            figure = make()
+            for kind in ("png", "pdf"):
+                paths.append(folder / f"{name}.{kind}")
+                save(figure, paths[-1], close=kind == "pdf")
+    return paths
