@@ -4,10 +4,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo test lint format bench sanitize clean
+.PHONY: help demo explore test browser lint format bench sanitize clean
 
 help:
 	@echo "make demo    train a small ViT on digits, make it sparse, print the table (about 2 minutes)"
+	@echo "make explore  look at it in a browser: what every patch attends to"
 	@echo "make test    run all tests"
 	@echo "make lint    ruff and pyright"
 	@echo "make format  let ruff rewrite the sources"
@@ -23,8 +24,19 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard src/sparsifiner/csrc/*)
 demo: $(READY)
 	$(BIN)/sparsifiner demo
 
+explore: $(READY)
+	$(BIN)/sparsifiner explore
+
+# The page is tested in a real browser: the system's, for nothing here downloads one. Where it cannot be installed its
+# tests fail and say so.
+ROOT := $(shell test "$$(id -u)" = 0 || echo "sudo -n")
+browser:
+	@command -v chromium >/dev/null || ! command -v apt-get >/dev/null \
+	|| { $(ROOT) apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(ROOT) apt-get install -y -qq chromium >/dev/null; } \
+	|| echo "chromium is not here and cannot be installed: the page's tests will fail" >&2
+
 # Two worker processes of one thread each use two cores better than one process of two threads.
-test: $(READY)
+test: $(READY) browser
 	$(BIN)/python -m pytest --numprocesses 2
 
 lint: $(READY)

@@ -96,6 +96,20 @@ def test_phase_2_moves_what_has_a_gradient(make, data, settings, predictors_move
     assert any(is_predictor(name) for name in changed) == predictors_move
 
 
+def test_a_frozen_host_stays_bit_for_bit(make, data):
+    student = make()
+    before = weights(student)
+    sp.distill(student, data, QUICK.replace(phase1_epochs=0, freeze_host=True))
+    changed = moved(student, before)
+    assert changed
+    assert all(is_predictor(name) for name in changed)
+
+
+def test_a_frozen_host_in_the_papers_form_has_nothing_to_learn(make, data):
+    with pytest.raises(ConfigError, match="freeze_host leaves phase 2 nothing to learn"):
+        sp.distill(make(), data, QUICK.replace(phase1_epochs=0, freeze_host=True, residual=False))
+
+
 def test_phase_2_lowers_the_losses(make, data):
     report = sp.distill(make(), data, QUICK.replace(phase1_epochs=0, phase2_epochs=8, label_weight=0.0, start="given"))
     first, last = report.lines[0], report.lines[-1]

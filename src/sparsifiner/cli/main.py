@@ -7,7 +7,20 @@ import sys
 import typer
 
 from sparsifiner import __version__
-from sparsifiner.cli import bench, calibrate, demo, evaluate, figures, flops, info, report, sweep, tables, train
+from sparsifiner.cli import (
+    bench,
+    calibrate,
+    demo,
+    evaluate,
+    explore,
+    figures,
+    flops,
+    info,
+    report,
+    sweep,
+    tables,
+    train,
+)
 from sparsifiner.errors import SparsifinerError
 
 app = typer.Typer(
@@ -28,6 +41,7 @@ app.command("sweep")(sweep.sweep)
 app.command("tables")(tables.tables)
 app.command("figures")(figures.figures)
 app.command("report")(report.report)
+app.command("explore")(explore.explore)
 app.command("info")(info.info)
 
 

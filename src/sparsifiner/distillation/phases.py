@@ -88,10 +88,18 @@ def learns(student: nn.Module, recipe: Recipe, phase: int, trainable: set[str]) 
     if phase == 1:
         return predictors
     host = trainable - predictor_names(student) - conversion_of(student).host.unused(student)
+    if recipe.freeze_host:
+        host = {name for name in host if _scores(name)}
     # Which keys are kept is not differentiable: without one of these the predictors have no gradient.
     used = recipe.residual or recipe.pattern == "linformer"
     reached = used or recipe.straight_through or recipe.attention_weight > 0
-    return host | predictors if reached else host
+    found = host | predictors if reached else host
+    if not found:
+        raise ConfigError(
+            "freeze_host leaves phase 2 nothing to learn: in the paper's form predictors have no gradient. Use the "
+            "residual, straight_through or attention_weight"
+        )
+    return found
 
 
 def parameter_groups(student: nn.Module, recipe: Recipe, phase: int, names: set[str]) -> list[dict]:
@@ -105,7 +113,7 @@ def parameter_groups(student: nn.Module, recipe: Recipe, phase: int, names: set[
         rate = 1.0
         if phase == 2 and of_predictor:
             rate = recipe.predictor_learning_rate
-        elif ".scorer." in name:
+        elif _scores(name):
             rate = recipe.scorer_learning_rate
         group = groups.setdefault(
             (rate, decays),
@@ -114,6 +122,10 @@ def parameter_groups(student: nn.Module, recipe: Recipe, phase: int, names: set[
         group["params"].append(parameter)
         group["names"].append(name)
     return list(groups.values())
+
+
+def _scores(name: str) -> bool:
+    return ".scorer." in name
 
 
 def _embeds(name: str) -> bool:

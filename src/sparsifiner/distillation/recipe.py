@@ -77,6 +77,9 @@ class Recipe:
     predictor_learning_rate: float = _option(
         1.0, "Learning rate of the predictors in phase 2, relative to the rest.", low=0
     )
+    freeze_host: bool = _option(
+        False, "In phase 2 too, the model's own weights stay as they are: what is added to it learns, no more."
+    )
     scorer_learning_rate: float = _option(
         100.0,
         "Learning rate of DynamicViT's networks in phase 2, relative to the rest; they start from nothing.",

@@ -132,6 +132,7 @@ def count_flops(
     convention: Convention = "paper",
     density: float = DEIT_S_DENSITY,
     statistics: Sequence[LayerStatistics] | None = None,
+    outside: Outside | None = None,
 ) -> FlopCount:
     """Counts the multiply-adds of a converted model for one image at its current input size.
 
@@ -142,6 +143,7 @@ def count_flops(
             connections and non-zero products on ``images``, the residual included.
         density: the density the paper's convention assumes.
         statistics: measured already by `sparsifiner.inspect.statistics.measure`; instead of ``images``.
+        outside: counted already by `outside_attention`; no setting changes it, so one count serves many.
     """
     if convention not in ("paper", "measured"):
         raise ConfigError(f"unknown convention {convention!r}: choose 'paper' or 'measured'")
@@ -157,7 +159,7 @@ def count_flops(
     measured = statistics if convention == "measured" and statistics is not None else [None] * len(layers)
     parts = [_layer(layer, n, density, found) for layer, n, found in zip(layers, seen, measured, strict=True)]
     dense_attention = sum(dense_layer(grid.num_tokens, layer.num_heads * layer.head_dim) for layer in layers)
-    outside = _outside_attention(student)
+    outside = outside_attention(student) if outside is None else outside
     projections = sum(count * n.attention / grid.num_tokens for count, n in zip(outside.projections, seen, strict=True))
     mlp = sum(count * n.feed_forward / grid.num_tokens for count, n in zip(outside.mlp, seen, strict=True))
     return FlopCount(
@@ -218,7 +220,7 @@ def _layer(layer: SparseAttention, seen: BlockTokens, density: float, measured: 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Outside:
+class Outside:
     """What the dense host multiplies outside the attention core; by block where that depends on its tokens."""
 
     projections: list[float]
@@ -226,8 +228,8 @@ class _Outside:
     other: float
 
 
-def _outside_attention(student: nn.Module) -> _Outside:
-    """By torch's own counter on the meta device."""
+def outside_attention(student: nn.Module) -> Outside:
+    """What `count_flops` counts outside the attention core, by torch's own counter on the meta device."""
     record = conversion_of(student)
     dense = restore(student).to("meta").eval()
     height, width = record.host.image_size(dense)
@@ -242,7 +244,7 @@ def _outside_attention(student: nn.Module) -> _Outside:
     attention = sum(counts[name] for name in sites)
     mlp = [count for name, count in counts.items() if name.endswith(".mlp")]
     other = counter.get_total_flops() / 2 - attention - sum(mlp)
-    return _Outside(
+    return Outside(
         projections=[sum(n for name, n in counts.items() if name.rpartition(".")[0] == site) for site in sites],
         # One for each layer, unless blocks have several attentions or MLPs; tokens are not dropped in such models.
         mlp=mlp if len(mlp) == len(sites) else [sum(mlp) / len(sites)] * len(sites),

@@ -65,6 +65,13 @@ def measure(student: nn.Module, images: Tensor | Iterable) -> list[LayerStatisti
     return [tallies[id(layer)].result() for layer in layers]
 
 
+def statistics_of(seen: Observation) -> LayerStatistics:
+    """The record of one layer in one pass, for those who watch the pass themselves."""
+    tally = _Tally(seen.layer)
+    tally.add(seen)
+    return tally.result()
+
+
 def kept_mass(q: Tensor, k: Tensor, connectivity: Connectivity, scale: float) -> Tensor:
     """The true attention mass on kept keys, summed over patch queries: ``[batch, heads]``, float64."""
     dtype = accumulation_dtype(q.dtype)
