@@ -111,6 +111,8 @@ def test_sweep_tables_figures_and_report(folder, tmp_path):
     drawn = run("figures", path, "--image", photo, "--out", tmp_path / "figures", "--layers", "1,9", "--query", "1,2")
     assert "connections.pdf" in drawn.stdout
     assert len(list((tmp_path / "figures").iterdir())) == 14
+    more = ("--data", images, "--keeps", "0.4,0.2", "--only", "trade-off")
+    assert "trade-off.png" in run("figures", path, "--image", photo, "--out", tmp_path / "figures", *more).stdout
 
     run("report", path, "--data", images, "--keeps", "0.2", "--image", photo, "--out", tmp_path / "report.html")
     assert "On 12 images" in (tmp_path / "report.html").read_text()

@@ -5,8 +5,10 @@ from PIL import Image
 
 import sparsifiner as sp
 from sparsifiner.errors import ConfigError, DataError
+from sparsifiner.inspect.sweep import Setting, sweep
 from sparsifiner.report import figures
 from sparsifiner.report.photo import read_photo, visible
+from sparsifiner.report.plots import trade_off
 
 from ..conftest import make_vit
 
@@ -113,6 +115,22 @@ def test_kept_tokens(student, scene, photos):
     for axes, (_, cells) in zip(figure.axes[1:], stages, strict=True):
         shade = axes.get_images()[1].get_array()[..., 3].flatten()
         assert np.array_equal(np.flatnonzero(shade == 0), cells.numpy())
+
+
+def test_the_trade_off_shows_every_setting_against_both_costs(student, photos, scene, tmp_path):
+    labels = torch.arange(len(photos)) % 7
+    settings = [Setting(0.3), Setting(0.1), Setting(0.3, None, sp.TokenConfig(0.5))]
+    dense, points = sweep(student, [(photos, labels)], settings)
+    figure = trade_off(dense, points)
+    for axes, cost, unit in zip(figure.axes, ("total_macs", "milliseconds"), (1e9, 1.0), strict=True):
+        drawn = {tuple(place) for line in axes.get_lines() for place in line.get_xydata().tolist()}
+        assert drawn == {(getattr(row, cost) / unit, row.top1) for row in [dense, *(p.row for p in points)]}
+    assert "top-1" in figure.axes[0].get_ylabel()
+    paths = figures.figures(
+        scene, photos[0], tmp_path, layers=[0], heads=[0], tokens=sp.TokenConfig(0.5), only=["trade-off"],
+        swept=(dense, points),
+    )  # fmt: skip
+    assert [path.name for path in paths] == ["trade-off.png", "trade-off.pdf"]
 
 
 def test_all_figures_are_written_in_both_formats(scene, photos, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,16 +28,28 @@ def figures(
     token_keep: Annotated[float, typer.Option(help="Share of the tokens each pruning keeps in the last figure.")] = 0.7,
     token_method: common.TokenMethod = "evit",
     only: Annotated[str | None, typer.Option(help="Names of the figures wanted, between commas.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Labelled images to measure the trade-off figure on. " + common.DATA)
+    ] = None,
+    keeps: Annotated[str, typer.Option(help="Shares of keys kept in the trade-off.")] = "0.5,0.25,0.1,0.05",
+    token_keeps: Annotated[str, typer.Option(help="Shares of tokens kept in the trade-off.")] = "1",
+    limit: common.Limit = None,
+    seed: common.Seed = 0,
+    class_map: common.ClassMap = None,
+    split: common.Split = "validation",
     preprocess: common.Preprocess = "model",
     threads: common.Threads = None,
 ) -> None:
     """Draws what a patch attends to: connections, full, low-rank and sparse attention, basis, coefficients, patterns.
+
+    With --data, what the budgets cost against what they keep, too.
 
     Example: `sparsifiner figures student.safetensors --image dog.jpg --layers 2,5,9 --query 6,7`
     """
     import sparsifiner as sp
     from sparsifiner.config import TokenConfig
     from sparsifiner.convert import sparse_layers
+    from sparsifiner.inspect import sweep as sweeping
     from sparsifiner.report import figures as drawing
     from sparsifiner.report.photo import read_photo
 
@@ -55,6 +67,21 @@ def figures(
         if len(found) != 2:
             raise ConfigError(f"--query: expected ROW,COLUMN, such as 6,7, got {query!r}")
         place = (found[0], found[1])
+    wanted = None if only is None else only.split(",")
+    swept = None
+    if data is not None:
+        choice: dict[str, Any] = {"preprocess": preprocess, "split": split, "seed": seed, "class_map": class_map}
+        images = common.loader(student, data, limit=limit, **choice)
+        droppings = [
+            common.parse_tokens(share, token_method, False)
+            for share in common.parse_numbers(token_keeps, "--token-keeps")
+        ]
+        rates = common.parse_numbers(keeps, "--keeps")
+        settings = [sweeping.Setting(rate, None, tokens) for tokens in droppings for rate in rates]
+        with common.progress() as start:
+            swept = sweeping.sweep(student, images, settings, lambda title, _: start(title, images.num_images))
+    elif wanted and "trade-off" in wanted:
+        raise ConfigError("the trade-off is measured: give labelled images with --data")
     scene = drawing.look(student, pixels, photo, place)
     paths = drawing.figures(
         scene,
@@ -63,7 +90,8 @@ def figures(
         layers=chosen,
         heads=shown,
         tokens=TokenConfig(token_keep, token_method),
-        only=None if only is None else only.split(","),
+        only=wanted,
+        swept=swept,
     )
     for path in paths:
         typer.echo(path)

@@ -75,18 +75,17 @@ def sweep(
         settings += [sweeping.Setting(rate, found, tokens) for tokens in droppings for rate, found in layers.items()]
         dense, points = sweeping.sweep(student, images, settings, lambda title, _: start(title, images.num_images))
     common.say_skipped(images)
-    value = "agreement" if dense.top1 is None else "top1"
-    best = sweeping.frontier(points, cost, value)
+    best = sweeping.frontier(points, cost, sweeping.worth(dense))
     records = [point.to_dict() | {"best": point in best} for point in points]
     if out is not None:
-        from sparsifiner.report.plots import trade_off
+        from sparsifiner.report import plots
 
         out.mkdir(parents=True, exist_ok=True)
         with replacing(out / "sweep.csv") as path, path.open("w", newline="") as file:
             writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(records)
-        trade_off(dense, points, best, out / "sweep.png", cost, value)
+        plots.save(plots.trade_off(dense, points), out / "sweep.png")
     if as_json:
         common.print_json({"dense": dense.to_dict(), "points": records})
         return

@@ -88,6 +88,11 @@ def sweep(
     return dense, [Point(setting, run(setting.form(), logits)[0]) for setting in settings]
 
 
+def worth(dense: compare.Row) -> str:
+    """What settings are judged by: accuracy, or agreement with the dense model where images have no labels."""
+    return "agreement" if dense.top1 is None else "top1"
+
+
 def frontier(points: Sequence[Point], cost: str = "total_macs", value: str = "top1") -> list[Point]:
     """The points that no other beats: none costs less and is worth as much, or costs as much and is worth more.
 

@@ -1,6 +1,7 @@
 """The paper's figures of any converted model and photo: what a patch attends to, and how that was predicted.
 
-Each function draws one figure from numbers it is given, and returns it; `figures` makes all of them.
+Each function draws one figure from numbers it is given, and returns it; `figures` makes all of them, and with them the
+trade-off (e) of `sparsifiner.report.plots` where a sweep was made.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from sparsifiner.config import TokenConfig
 from sparsifiner.convert import config_of, conversion_of, reconfigure, sparse_layers
 from sparsifiner.errors import ConfigError
 from sparsifiner.inspect.capture import LayerCapture, capture
-from sparsifiner.inspect.compare import Form, running_as
+from sparsifiner.inspect.compare import Form, Row, running_as
 from sparsifiner.inspect.observe import observing
 from sparsifiner.inspect.statistics import LayerStatistics, measure
+from sparsifiner.inspect.sweep import Point
 from sparsifiner.nn.attention import Observation
 from sparsifiner.nn.patterns import pattern_mask
-from sparsifiner.report.plots import pyplot, save
+from sparsifiner.report.plots import pyplot, save, trade_off
 
 # Told apart by colour-blind readers, and in print.
 MAP = "viridis"
@@ -207,17 +209,22 @@ def coefficients(scene: Scene, head: int, layers: Sequence[int]) -> Any:
     figure, panels = pyplot().subplots(
         rows, columns, figsize=(1.7 * columns, 3.0 * rows), dpi=150, squeeze=False, layout="constrained"
     )
+    from matplotlib.colors import LogNorm
+
     tau = config_of(scene.student).tau
+    scale = LogNorm(max(tau, 1e-3), 1.0)  # a few are near 1, most are hardly above tau
     for axes in panels.flatten():
         axes.set_visible(False)
     for layer, axes in zip(found, panels.flatten(), strict=False):
         values = scene.coefficients[layer][head].numpy()
         axes.set_visible(True)
-        axes.imshow(
-            np.ma.masked_less_equal(values, tau), cmap=MAP, vmin=0, vmax=1, aspect="auto", interpolation="nearest"
-        )
+        drawn = np.ma.masked_less_equal(values, tau)
+        shown = axes.imshow(drawn, cmap=MAP, norm=scale, aspect="auto", interpolation="nearest")
         axes.set_title(f"layer {layer}: {(values > tau).mean():.0%}", fontsize=8)
         axes.tick_params(labelsize=6)
+    bar = figure.colorbar(shown, ax=panels, shrink=0.6, aspect=30)
+    bar.ax.tick_params(labelsize=6)
+    bar.set_label("coefficient", fontsize=7)
     figure.supxlabel("landmark", fontsize=8)
     figure.supylabel("query patch", fontsize=8)
     return figure
@@ -326,6 +333,7 @@ def figures(
     heads: Sequence[int],
     tokens: TokenConfig,
     only: Sequence[str] | None = None,
+    swept: tuple[Row, list[Point]] | None = None,
 ) -> list[Path]:
     """Draws the figures to PNG and PDF files and returns their paths.
 
@@ -337,6 +345,7 @@ def figures(
         heads: which heads; figures of one head show the first.
         tokens: how tokens are dropped in the last figure.
         only: names of the figures wanted; None for all.
+        swept: what `sparsifiner.inspect.sweep.sweep` found, for the trade-off; without, there is none.
     """
     numbers = {
         "layer": (layers, len(sparse_layers(scene.student))),
@@ -357,6 +366,8 @@ def figures(
             scene.photo, scene.grid, left_tokens(scene.student, image, tokens), f"{tokens.method} {tokens.keep:g}"
         ),
     }
+    if swept is not None:
+        makers["trade-off"] = lambda: trade_off(*swept)
     if unknown := [name for name in only or () if name not in makers]:
         raise ConfigError(f"unknown figure {unknown[0]!r}: choose from {', '.join(makers)}")
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sparsifiner.files import replacing
+from sparsifiner.inspect.sweep import frontier, worth
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#999999")
@@ -93,51 +95,53 @@ def speed_ups(rows: list[dict[str, Any]], path: Path) -> None:
     save(figure, path)
 
 
-def trade_off(dense: Any, points: list[Any], best: list[Any], path: Path, cost: str, value: str) -> None:
-    """What each setting of a sweep costs against what it keeps, with a line through those that no other beats."""
-    titles = {
-        "total_macs": "multiply-adds of the model (G)",
-        "attention_macs": "multiply-adds of attention (M)",
-        "milliseconds": "time per image (ms)",
-        "top1": "top-1 (%)",
-        "agreement": "agreement with dense (%)",
-    }
-    unit = {"total_macs": 1e9, "attention_macs": 1e6}.get(cost, 1.0)
-    figure, axes = pyplot().subplots(figsize=(7, 4.6), dpi=150)
-    kinds = list(dict.fromkeys((p.setting.tokens, p.setting.layers is not None) for p in points))
-    for number, kind in enumerate(kinds):
-        tokens, by_layer = kind
-        name = "all tokens" if tokens is None else f"{tokens.method} {tokens.keep:g}"
-        line = [p for p in points if (p.setting.tokens, p.setting.layers is not None) == kind]
-        axes.plot(
-            [getattr(p.row, cost) / unit for p in line],
-            [getattr(p.row, value) for p in line],
-            "s" if by_layer else "o",
-            color=COLOURS[number % len(COLOURS)],
-            label=name + (", budgets by layer" if by_layer else ""),
-        )
-        for p in line:
-            axes.annotate(
-                f"{p.setting.keep:g}",
-                (getattr(p.row, cost) / unit, getattr(p.row, value)),
-                xytext=(4, -9),
-                textcoords="offset points",
-                fontsize=7,
-            )
-    axes.plot(
-        [getattr(p.row, cost) / unit for p in best],
-        [getattr(p.row, value) for p in best],
-        color="black",
-        linewidth=0.8,
-        zorder=0,
-        label="beaten by no other",
+# What a setting of a sweep can cost or be worth: the axis' title and its unit.
+AXES = {
+    "total_macs": ("multiply-adds of the model (G)", 1e9),
+    "attention_macs": ("multiply-adds of attention (M)", 1e6),
+    "milliseconds": ("measured time per image (ms)", 1.0),
+    "top1": ("top-1 (%)", 1.0),
+    "agreement": ("agreement with dense (%)", 1.0),
+}
+
+
+def trade_off(dense: Any, points: list[Any], costs: Sequence[str] = ("total_macs", "milliseconds")) -> Any:
+    """What each setting of a sweep costs against what it keeps, a panel a cost, with a line through the unbeaten.
+
+    Args:
+        dense: the dense model's row.
+        points: the settings.
+        costs: ``"total_macs"``, ``"attention_macs"`` or ``"milliseconds"``, one after the other.
+    """
+    value = worth(dense)
+    figure, panels = pyplot().subplots(
+        1, len(costs), figsize=(5.6 * len(costs), 4.4), dpi=150, squeeze=False, sharey=True, layout="constrained"
     )
-    axes.plot(getattr(dense, cost) / unit, getattr(dense, value), "k*", markersize=10, label="dense")
-    axes.set_xlabel(titles[cost])
-    axes.set_ylabel(titles[value])
-    axes.legend(fontsize=8, frameon=False)
-    _plain(axes)
-    save(figure, path)
+    kinds = list(dict.fromkeys((p.setting.tokens, p.setting.layers is not None) for p in points))
+    for axes, cost in zip(panels[0], costs, strict=True):
+        title, unit = AXES[cost]
+
+        def places(found: list[Any], cost: str = cost, unit: float = unit) -> tuple[list[float], list[float]]:
+            return [getattr(p.row, cost) / unit for p in found], [getattr(p.row, value) for p in found]
+
+        for number, (tokens, by_layer) in enumerate(kinds):
+            name = "all tokens" if tokens is None else f"{tokens.method} {tokens.keep:g}"
+            line = [p for p in points if (p.setting.tokens, p.setting.layers is not None) == (tokens, by_layer)]
+            axes.plot(
+                *places(line),
+                "s" if by_layer else "o",
+                color=COLOURS[number % len(COLOURS)],
+                label=name + (", budgets by layer" if by_layer else ""),
+            )
+            for p, place in zip(line, zip(*places(line), strict=True), strict=True):
+                axes.annotate(f"{p.setting.keep:g}", place, xytext=(4, -9), textcoords="offset points", fontsize=7)
+        axes.plot(*places(frontier(points, cost, value)), "k-", linewidth=0.8, zorder=0, label="beaten by no other")
+        axes.plot(getattr(dense, cost) / unit, getattr(dense, value), "k*", markersize=10, label="dense")
+        axes.set_xlabel(title)
+        _plain(axes)
+    panels[0][0].set_ylabel(f"{AXES[value][0]}, {dense.images} images")
+    panels[0][0].legend(fontsize=8, frameon=False)
+    return figure
 
 
 def paper_trade_off(rows: Any, measured: Any, path: Path) -> None:
