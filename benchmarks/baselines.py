@@ -68,7 +68,10 @@ def write(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=2000)
+    parser.add_argument("--threads", type=int)
     arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     source = assets()
     host = create_host(NAME, str(source / f"{NAME}.safetensors"))
     transform = preprocessing(host, "crop")
@@ -89,7 +92,8 @@ def main() -> None:
         kind = (settings["keep"], config.residual, config.pattern)
         if kind != fitted:
             student = sp.sparsify(host, config.replace(tokens=None))
-            sp.calibrate(student, images)
+            if config.pattern not in RANKINGS or config.residual:  # else nothing of the predictors is used
+                sp.calibrate(student, images)
             fitted = kind
         form = Form(name, {"keep": settings["keep"], "tokens": config.tokens}, needs_keep=False)
         row, _ = evaluate(student, batches, form, None, logits)

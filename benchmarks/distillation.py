@@ -11,7 +11,6 @@ The commands it runs are printed, and can be given by hand.
 from __future__ import annotations
 
 import argparse
-import csv
 import shlex
 import shutil
 import subprocess
@@ -20,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import sparsifiner as sp
-from common import RESULTS, assets, environment
+from common import RESULTS, assets, write_csv
 from sparsifiner.data.images import open_images, preprocessing
-from sparsifiner.files import replacing
 from sparsifiner.inspect.compare import DENSE, Form, evaluate
 from sparsifiner.inspect.statistics import measure
 from sparsifiner.models import create_host
@@ -76,16 +74,6 @@ def densities(run: str, student: Any, images: Any, rows: list[dict[str, Any]]) -
             rows.append({"run": run, "keep": keep, "layer": number} | vars(layer))
 
 
-def write(rows: list[dict[str, Any]], path: Path) -> None:
-    with replacing(path) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *environment()], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(
-            {key: round(v, 5) if isinstance(v, float) else v for key, v in (row | environment()).items()}
-            for row in rows
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(RUNS), default=list(RUNS))
@@ -120,9 +108,9 @@ def main() -> None:
         scores(run, student, batches, dense, found)
         if run.startswith("phase1"):
             densities(run, student, batches[0][0], layers)
-        write(found, RESULTS / "distillation.csv")
+        write_csv(found, RESULTS / "distillation.csv")
     if layers:
-        write(layers, RESULTS / "distillation-density.csv")
+        write_csv(layers, RESULTS / "distillation-density.csv")
 
 
 if __name__ == "__main__":
