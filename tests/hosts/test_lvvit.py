@@ -103,10 +103,10 @@ def test_parameters_are_as_published(name, size, published):
     assert round(count / 1e6, 2) == published
 
 
-# G multiply-adds of the whole model; LV-ViT's paper calls them FLOPs. Its script also counts softmax, norms and
-# activations, so its figures are up to 1.5 % higher. L's 59.0 is at 288 pixels, not at 224 (34.6). M's 16.0 at 224
+# G multiply-adds of the whole model, called FLOPs in the tables that cite LV-ViT. They seem to count softmax, norms and
+# activations too, and are up to 1.5 % higher. L's 59.0 is at 288 pixels, not at 224 (34.6). M's 16.0 at 224
 # pixels fits a stem of 128 channels only. The published M has 64, or its parameters would be 58.16 M; for that one the
-# paper of DynamicViT has 12.7, and at 384 pixels LV-ViT's own 42.2 fits it.
+# paper of DynamicViT has 12.7, and at 384 pixels 42.2 fits it.
 @pytest.mark.parametrize(
     ("name", "size", "changes", "published", "difference"),
     [
