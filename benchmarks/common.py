@@ -10,7 +10,7 @@ from typing import Any
 from sparsifiner.files import replacing
 from sparsifiner.inspect.machine import environment
 
-__all__ = ["RESULTS", "assets", "environment", "write_csv"]
+__all__ = ["RESULTS", "assets", "environment", "read_csv", "write_csv"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -25,11 +25,20 @@ def assets() -> Path:
 
 
 def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    """Rows with the machine they were measured on; numbers to five places."""
+    """Rows with the machine they were measured on, unless they say so themselves; numbers to five places."""
+    table = [environment() | row for row in rows]
+    columns = list(dict.fromkeys([*rows[0], *(column for row in table for column in row)]))
     with replacing(path) as temporary, temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0], *environment()], lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(
-            {key: round(v, 5) if isinstance(v, float) else v for key, v in (row | environment()).items()}
-            for row in rows
+            {key: round(value, 5) if isinstance(value, float) else value for key, value in row.items()} for row in table
         )
+
+
+def read_csv(path: Path) -> list[dict[str, Any]]:
+    """What `write_csv` wrote; nothing if it has not yet."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

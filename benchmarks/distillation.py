@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import sparsifiner as sp
-from common import RESULTS, assets, write_csv
+from common import RESULTS, assets, read_csv, write_csv
 from sparsifiner.data.images import open_images, preprocessing
 from sparsifiner.inspect.compare import DENSE, Form, evaluate
 from sparsifiner.inspect.statistics import measure
@@ -37,6 +37,8 @@ RUNS = {
     "paper-0.25": "--keep 0.25 --no-residual --phase2-learning-rate 5e-5 --clip inf",
     "residual-0.1": "--keep 0.1",
     "elastic": "--keep 0.1 --elastic 0.05:0.5 --phase2-epochs 4",
+    "evit-0.7": "--keep 0.25 --token-keep 0.7 --phase2-epochs 4",
+    "linformer": "--keep 0.25 --pattern linformer --phase2-learning-rate 5e-5 --phase2-epochs 3",
 }
 KEEPS = {"elastic": (0.5, 0.25, 0.1, 0.05), "residual-0.1": (0.1,), "paper-0.25": (0.25,)}
 
@@ -86,10 +88,10 @@ def main() -> None:
         print(shlex.join(line[1:]), flush=True)
         if not arguments.no_train:
             subprocess.run(line, check=True)
-            log = arguments.folder / run / "log.jsonl"
+        if (log := arguments.folder / run / "log.jsonl").exists():
             shutil.copy(log, RESULTS / f"distillation-{run}.jsonl")
-            if (curves := arguments.folder / run / "curves.png").exists():
-                shutil.copy(curves, Path(__file__).parents[1] / "docs" / "figures" / f"distillation-{run}.png")
+        if (curves := arguments.folder / run / "curves.png").exists():
+            shutil.copy(curves, Path(__file__).parents[1] / "docs" / "figures" / f"distillation-{run}.png")
 
     source = assets()
     host = create_host(NAME, str(source / f"{NAME}.safetensors"))
@@ -98,13 +100,11 @@ def main() -> None:
     student = sp.sparsify(host, sp.suggest_config(host, 0.1))
     row, logits = evaluate(student, batches, DENSE, None, None)
     dense = {"top1": row.top1, "logits": logits}
-    found: list[dict[str, Any]] = []
+    runs = [run for run in arguments.only if (arguments.folder / run / "student.safetensors").exists()]
+    found = [row for row in read_csv(RESULTS / "distillation.csv") if row["run"] not in runs]  # others keep theirs
     layers: list[dict[str, Any]] = []
-    for run in arguments.only:
-        path = arguments.folder / run / "student.safetensors"
-        if not path.exists():
-            continue
-        student = sp.load(path)
+    for run in runs:
+        student = sp.load(arguments.folder / run / "student.safetensors")
         scores(run, student, batches, dense, found)
         if run.startswith("phase1"):
             densities(run, student, batches[0][0], layers)
