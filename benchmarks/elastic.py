@@ -1,9 +1,9 @@
 """One model for every keep rate: ways to make it, chosen on training images held out, then evaluated once.
 
 Splits imagenet-distill.tar into 3,600 images to train on and 400 to choose on. The ways: random crops with a live
-teacher, and predictors alone (the host frozen). Of the first, the host's weights on the line from dense (0) to trained
-(1) too, and of the best, budgets by layer. What diverges least from the dense model at keep 0.25 on the 400 is then run
-on imagenet-eval.tar, at all keep rates. Writes results/elastic.csv.
+teacher; from there on with smaller batches, on predictions nearly alone. Of both, the host's weights on the line from
+dense (0) to trained (1) too, and of the best, budgets by layer. What diverges least from the dense model at keep 0.25
+on the 400 is then run on imagenet-eval.tar, at all keep rates. Writes results/elastic.csv.
 
     python benchmarks/elastic.py [--folder runs] [--no-train]
 """
@@ -13,9 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import random
-import shlex
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -25,6 +22,9 @@ import torch
 import sparsifiner as sp
 from common import RESULTS, assets, write_csv
 from sparsifiner.data.images import open_images, preprocessing
+from sparsifiner.distillation.data import from_files
+from sparsifiner.distillation.log import live_bar
+from sparsifiner.distillation.recipe import config_for
 from sparsifiner.inspect.compare import DENSE, Form, Row, evaluate
 from sparsifiner.inspect.sweep import allocate, layer_recalls
 from sparsifiner.models import create_host
@@ -33,9 +33,13 @@ NAME = "deit_tiny_patch16_224"
 KEEPS = (0.5, 0.25, 0.1, 0.05)
 AIM = 0.25
 HELD = 400
-WAYS = {
-    "crops": "--crop random --smallest-crop 0.35 --no-cache-teacher --phase2-epochs 6",
-    "predictors": "--freeze-host --predictor-learning-rate 0.2 --phase2-epochs 3",
+CROPS = sp.Recipe.read("two-cores").replace(
+    keep=AIM, elastic="0.05:0.5", crop="random", smallest_crop=0.35, cache_teacher=False, phase2_epochs=6
+)
+# The way, and the one whose result it starts from.
+WAYS: dict[str, tuple[sp.Recipe, str | None]] = {
+    "crops": (CROPS, None),
+    "predictions": (CROPS.replace(start="given", token_weight=0.1, batch_size=16, phase2_epochs=1.75), "crops"),
 }
 
 
@@ -54,14 +58,18 @@ def split(folder: Path) -> tuple[Path, Path]:
     return parts
 
 
-def train(way: str, folder: Path, images: Path) -> None:
-    text = f"""-m sparsifiner train --model {NAME} --weights {assets() / NAME}.safetensors --data {images}
-        --preprocess crop --recipe two-cores --elastic 0.05:0.5 --keep {AIM} --out {folder / f"elastic-{way}"}
-        --teacher-cache {folder}/teacher3600.safetensors {WAYS[way]}"""
-    if "--no-cache-teacher" in WAYS[way]:
-        text = text.replace(f"--teacher-cache {folder}/teacher3600.safetensors", "")
-    print(shlex.join(["python", *shlex.split(text)]), flush=True)
-    subprocess.run([sys.executable, *shlex.split(text)], check=True)
+def train(way: str, folder: Path, images: Path, host: Any) -> None:
+    """Runs a way, or goes on with it."""
+    recipe, before = WAYS[way]
+    start = sp.sparsify(host, config_for(recipe, host)) if before is None else sp.load(result(before, folder))
+    data = from_files(str(images), start, recipe, preprocess="crop")
+    with live_bar() as bar:
+        sp.distill(start, data, recipe, teacher=host, out=folder / f"elastic-{way}", bar=bar, progress=bar.start)
+
+
+def result(way: str, folder: Path) -> Path:
+    """Where a way's model is, once it is there."""
+    return folder / f"elastic-{way}" / "student.safetensors"
 
 
 def between(student: Any, host: Any, share: float) -> Any:
@@ -92,11 +100,12 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.folder.mkdir(exist_ok=True)
     images, held = split(arguments.folder)
+    host = create_host(NAME, str(assets() / f"{NAME}.safetensors"))
     if not arguments.no_train:
         for way in WAYS:
-            train(way, arguments.folder, images)
+            if not result(way, arguments.folder).exists():
+                train(way, arguments.folder, images, host)
 
-    host = create_host(NAME, str(assets() / f"{NAME}.safetensors"))
     transform = preprocessing(host, "crop")
     choosing = list(open_images(held, transform, num_classes=1000))
     calibrated = sp.sparsify(host, sp.suggest_config(host, AIM))
@@ -116,11 +125,10 @@ def main() -> None:
 
     consider("calibrated", calibrated)
     for way in WAYS:
-        path = arguments.folder / f"elastic-{way}" / "student.safetensors"
-        if not path.exists():
+        if not result(way, arguments.folder).exists():
             continue
-        student = sp.load(path)
-        for share in (1.0,) if "freeze" in WAYS[way] else (0.25, 0.5, 0.75, 1.0):
+        student = sp.load(result(way, arguments.folder))
+        for share in (0.25, 0.5, 0.75, 1.0):
             consider(f"{way}, host {share:g} of the way", between(student, host, share))
     _, name, student, _ = min(candidates, key=lambda found: found[0])
     recalls = layer_recalls(student, [batch for batch, _ in choosing][:4])
