@@ -205,6 +205,7 @@ def test_demo_on_digits(monkeypatch, tmp_path):
         (["sweep", "nothing.safetensors", "--data", "x", "--cost", "money"], "--cost must be total_macs"),
         (["sweep", "nothing.safetensors", "--data", "x"], "nothing.safetensors does not exist"),
         (["figures", "nothing.safetensors", "--image", "x.png"], "nothing.safetensors does not exist"),
+        (["figures", "nothing.safetensors", "--image", "x.png", "--only", "trade-off"], "labelled images with --data"),
         (["report", "nothing.safetensors"], "nothing.safetensors does not exist"),
     ],
 )

@@ -128,7 +128,7 @@ def test_the_trade_off_shows_every_setting_against_both_costs(student, photos, s
     assert "top-1" in figure.axes[0].get_ylabel()
     paths = figures.figures(
         scene, photos[0], tmp_path, layers=[0], heads=[0], tokens=sp.TokenConfig(0.5), only=["trade-off"],
-        swept=(dense, points),
+        swept=lambda: (dense, points),
     )  # fmt: skip
     assert [path.name for path in paths] == ["trade-off.png", "trade-off.pdf"]
 

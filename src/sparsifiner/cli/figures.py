@@ -49,10 +49,14 @@ def figures(
     import sparsifiner as sp
     from sparsifiner.config import TokenConfig
     from sparsifiner.convert import sparse_layers
+    from sparsifiner.inspect import compare
     from sparsifiner.inspect import sweep as sweeping
     from sparsifiner.report import figures as drawing
     from sparsifiner.report.photo import read_photo
 
+    wanted = None if only is None else only.split(",")
+    if wanted and "trade-off" in wanted and data is None:
+        raise ConfigError("the trade-off is measured: give labelled images with --data")
     common.use_threads(threads)
     student = sp.load(checkpoint, model=None if model is None else common.host_model(model, weights, None))
     if keep is not None:
@@ -67,7 +71,6 @@ def figures(
         if len(found) != 2:
             raise ConfigError(f"--query: expected ROW,COLUMN, such as 6,7, got {query!r}")
         place = (found[0], found[1])
-    wanted = None if only is None else only.split(",")
     swept = None
     if data is not None:
         choice: dict[str, Any] = {"preprocess": preprocess, "split": split, "seed": seed, "class_map": class_map}
@@ -78,10 +81,12 @@ def figures(
         ]
         rates = common.parse_numbers(keeps, "--keeps")
         settings = [sweeping.Setting(rate, None, tokens) for tokens in droppings for rate in rates]
-        with common.progress() as start:
-            swept = sweeping.sweep(student, images, settings, lambda title, _: start(title, images.num_images))
-    elif wanted and "trade-off" in wanted:
-        raise ConfigError("the trade-off is measured: give labelled images with --data")
+
+        def sweep() -> tuple[compare.Row, list[sweeping.Point]]:
+            with common.progress() as start:
+                return sweeping.sweep(student, images, settings, lambda title, _: start(title, images.num_images))
+
+        swept = sweep
     scene = drawing.look(student, pixels, photo, place)
     paths = drawing.figures(
         scene,

@@ -333,7 +333,7 @@ def figures(
     heads: Sequence[int],
     tokens: TokenConfig,
     only: Sequence[str] | None = None,
-    swept: tuple[Row, list[Point]] | None = None,
+    swept: Callable[[], tuple[Row, list[Point]]] | None = None,
 ) -> list[Path]:
     """Draws the figures to PNG and PDF files and returns their paths.
 
@@ -345,7 +345,8 @@ def figures(
         heads: which heads; figures of one head show the first.
         tokens: how tokens are dropped in the last figure.
         only: names of the figures wanted; None for all.
-        swept: what `sparsifiner.inspect.sweep.sweep` found, for the trade-off; without, there is none.
+        swept: gives what `sparsifiner.inspect.sweep.sweep` finds, for the trade-off; without, there is none. Asked only
+            once all else is known to be right: it takes long.
     """
     numbers = {
         "layer": (layers, len(sparse_layers(scene.student))),
@@ -367,7 +368,7 @@ def figures(
         ),
     }
     if swept is not None:
-        makers["trade-off"] = lambda: trade_off(*swept)
+        makers["trade-off"] = lambda: trade_off(*swept())
     if unknown := [name for name in only or () if name not in makers]:
         raise ConfigError(f"unknown figure {unknown[0]!r}: choose from {', '.join(makers)}")
     folder.mkdir(parents=True, exist_ok=True)
