@@ -38,6 +38,7 @@ RUNS = {
     "residual-0.1": "--keep 0.1",
     "elastic": "--keep 0.1 --elastic 0.05:0.5 --phase2-epochs 4",
     "evit-0.7": "--keep 0.25 --token-keep 0.7 --phase2-epochs 4",
+    "dynamicvit-0.7": "--keep 0.25 --token-keep 0.7 --token-method dynamicvit --phase2-epochs 4",
     "linformer": "--keep 0.25 --pattern linformer --phase2-learning-rate 5e-5 --phase2-epochs 3",
 }
 KEEPS = {"elastic": (0.5, 0.25, 0.1, 0.05), "residual-0.1": (0.1,), "paper-0.25": (0.25,)}

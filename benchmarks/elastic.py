@@ -23,11 +23,11 @@ import sparsifiner as sp
 from common import RESULTS, assets, write_csv
 from sparsifiner.data.images import open_images, preprocessing
 from sparsifiner.distillation.data import from_files
-from sparsifiner.distillation.log import live_bar
 from sparsifiner.distillation.recipe import config_for
 from sparsifiner.inspect.compare import DENSE, Form, Row, evaluate
 from sparsifiner.inspect.sweep import allocate, layer_recalls
 from sparsifiner.models import create_host
+from sparsifiner.progress import show_progress
 
 NAME = "deit_tiny_patch16_224"
 KEEPS = (0.5, 0.25, 0.1, 0.05)
@@ -63,7 +63,7 @@ def train(way: str, folder: Path, images: Path, host: Any) -> None:
     recipe, before = WAYS[way]
     start = sp.sparsify(host, config_for(recipe, host)) if before is None else sp.load(result(before, folder))
     data = from_files(str(images), start, recipe, preprocess="crop")
-    with live_bar() as bar:
+    with show_progress() as bar:
         sp.distill(start, data, recipe, teacher=host, out=folder / f"elastic-{way}", bar=bar, progress=bar.start)
 
 

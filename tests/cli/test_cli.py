@@ -1,6 +1,7 @@
 """The command as a user meets it: what it prints, what it writes, how it refuses."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -104,6 +105,14 @@ def test_sweep_tables_figures_and_report(folder, tmp_path):
 
     run("tables", path, "--data", images, "--limit", 6, "--out", tmp_path / "tables")
     assert "6 images" in (tmp_path / "tables" / "tables.md").read_text()
+    noted = (tmp_path / "tables" / "measured.jsonl").read_text()
+    more = ("--preprocess", "model,crop", "--out", tmp_path / "tables", "--json")
+    own = shutil.copy(path, tmp_path / "own.safetensors")
+    table = json.loads(run("tables", path, own, "--data", images, "--limit", 6, *more).stdout)
+    assert {row.get("measured_with") for row in table} == {None, folder.name, "own"}
+    after = (tmp_path / "tables" / "measured.jsonl").read_text()
+    assert after.startswith(noted)  # the first is not measured again
+    assert len(after.splitlines()) > len(noted.splitlines())
     rows = json.loads(run("tables", "--json").stdout)
     assert len(rows) == 35
 
@@ -201,7 +210,7 @@ def test_demo_on_digits(monkeypatch, tmp_path):
         (["train", "--data", "x", "--out", "y", "--cache-teacher"], "images that are the same in every epoch"),
         (["train", "--data", "nowhere", "--out", "y", "--model", NAME], "nowhere does not exist"),
         (["train", "--data", "x", "--out", "y", "--token-keep", "0"], "the tokens' keep must be a share"),
-        (["tables", "nothing.safetensors"], "give both a checkpoint and --data"),
+        (["tables", "nothing.safetensors"], "give both checkpoints and --data"),
         (["sweep", "nothing.safetensors", "--data", "x", "--cost", "money"], "--cost must be total_macs"),
         (["sweep", "nothing.safetensors", "--data", "x"], "nothing.safetensors does not exist"),
         (["figures", "nothing.safetensors", "--image", "x.png"], "nothing.safetensors does not exist"),

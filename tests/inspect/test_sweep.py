@@ -6,7 +6,7 @@ import torch
 
 import sparsifiner as sp
 from sparsifiner.errors import ConfigError
-from sparsifiner.inspect.compare import Row
+from sparsifiner.inspect.compare import Evaluation, Row
 from sparsifiner.inspect.sweep import LEVELS, Point, Setting, allocate, frontier, layer_recalls, sweep
 
 
@@ -21,7 +21,7 @@ def test_sweep_measures_every_setting(student, photos):
     batches = [(photos, torch.arange(6) % 7)]
     before = sp.config_of(student)
     settings = [Setting(0.2), Setting(0.2, (0.1, 0.3)), Setting(0.2, None, sp.TokenConfig(0.5)), Setting(1.0)]
-    dense, points = sweep(student, batches, settings)
+    dense, points = sweep(Evaluation(student, batches), settings)
     assert sp.config_of(student) == before
     assert [point.setting for point in points] == settings
     assert dense.recall == 1

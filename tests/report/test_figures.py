@@ -5,6 +5,7 @@ from PIL import Image
 
 import sparsifiner as sp
 from sparsifiner.errors import ConfigError, DataError
+from sparsifiner.inspect.compare import Evaluation
 from sparsifiner.inspect.sweep import Setting, sweep
 from sparsifiner.report import figures
 from sparsifiner.report.photo import read_photo, visible
@@ -120,7 +121,7 @@ def test_kept_tokens(student, scene, photos):
 def test_the_trade_off_shows_every_setting_against_both_costs(student, photos, scene, tmp_path):
     labels = torch.arange(len(photos)) % 7
     settings = [Setting(0.3), Setting(0.1), Setting(0.3, None, sp.TokenConfig(0.5))]
-    dense, points = sweep(student, [(photos, labels)], settings)
+    dense, points = sweep(Evaluation(student, [(photos, labels)]), settings)
     figure = trade_off(dense, points)
     for axes, cost, unit in zip(figure.axes, ("total_macs", "milliseconds"), (1e9, 1.0), strict=True):
         drawn = {tuple(place) for line in axes.get_lines() for place in line.get_xydata().tolist()}

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sparsifiner.cli import common
+from sparsifiner.progress import show_progress
 
 
 def calibrate(
@@ -59,8 +60,8 @@ def calibrate(
         workers=workers,
         skip_unreadable=skip_unreadable,
     )
-    with common.progress() as start:
-        report = sp.calibrate(student, source, progress=start)
+    with show_progress() as bars:
+        report = sp.calibrate(student, source, progress=bars.start)
     common.say_skipped(source)
     sp.save(student, out, host_weights=not predictors_only)
     if as_json:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
     from sparsifiner.config import TokenConfig
     from sparsifiner.data.images import ImageLoader
+    from sparsifiner.inspect.journal import Journal
 
 DATA = "A folder or a .tar of class folders, wds/SHARDS (WebDataset tars on disk), or hfds/NAME (Hugging Face)."
 
@@ -135,6 +135,42 @@ def loader(
     )
 
 
+def names_of(checkpoints: Sequence[Path]) -> list[str]:
+    """Short names that tell checkpoints apart: a run's folder, or a file; whole paths where those are not enough."""
+    short = []
+    for path in checkpoints:
+        if path.name == "student.safetensors" and path.parent.name:
+            path = path.parent
+        short.append(path.stem if path.suffix == ".safetensors" else path.name)
+    return short if len(set(short)) == len(short) else [str(path) for path in checkpoints]
+
+
+def journal(
+    out: Path | None, checkpoint: Path, data: str, images: ImageLoader, choice: dict[str, Any]
+) -> Journal | None:
+    """Where a long evaluation notes what it has found, ``out/measured.jsonl``; None without ``out``.
+
+    What was found with other weights, images, options, threads or another version is not taken for this.
+    """
+    if out is None:
+        return None
+    import hashlib
+
+    import torch
+
+    import sparsifiner
+    from sparsifiner.checkpoint import locate
+    from sparsifiner.inspect.journal import Journal
+
+    out.mkdir(parents=True, exist_ok=True)
+    weights = hashlib.sha256(locate(checkpoint).read_bytes()).hexdigest()
+    source = Path(data)
+    state = [source.stat().st_size, source.stat().st_mtime_ns] if source.is_file() else []
+    about = {"weights": weights, "data": data, "state": state, "images": images.num_images, **choice}
+    about |= {"threads": torch.get_num_threads(), "version": sparsifiner.__version__}
+    return Journal(out / "measured.jsonl", about)
+
+
 def print_json(content: Any) -> None:
     """Figures for programs: one JSON document on standard output."""
     typer.echo(json.dumps(content, indent=2))
@@ -146,42 +182,6 @@ def say_skipped(images: ImageLoader) -> None:
         typer.echo(f"skipped {name}: {reason}", err=True)
     if images.skipped:
         typer.echo(f"skipped {len(images.skipped)} of {images.num_images} images", err=True)
-
-
-@contextlib.contextmanager
-def progress() -> Iterator[Callable[[str, int], Callable[[int], None]]]:
-    """Progress bars with the time left, on standard error.
-
-    Yields ``start(title, total)``, which returns ``advance(done)``.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-
-        def start(title: str, total: int) -> Callable[[int], None]:
-            task = bars.add_task(title, total=total or None)
-            return lambda done: bars.advance(task, done)
-
-        yield start
-
-
-class Steps:
-    """Shows the phases of `distill` as bars of `progress`."""
-
-    def __init__(self, start: Callable[[str, int], Callable[[int], None]]) -> None:
-        self.start = start
-        self.done = 0
-
-    def begin(self, title: str, steps: int, done: int) -> None:
-        """A phase begins."""
-        self.advance, self.done = self.start(f"distilling, {title}", steps), done
-
-    def update(self, done: int, text: str) -> None:
-        """So many steps are done."""
-        self.advance(done - self.done)
-        self.done = done
 
 
 def print_table(table: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sparsifiner.cli import common
+from sparsifiner.progress import show_progress
 
 
 def demo(
@@ -37,7 +38,6 @@ def demo(
     Example: `sparsifiner demo`, or
     `sparsifiner demo --model deit_tiny_patch16_224 --weights hub --data val/ --calibration-data train/`
     """
-    import sparsifiner as sp
     from sparsifiner.errors import ConfigError
     from sparsifiner.inspect import compare
     from sparsifiner.report.tables import comparison
@@ -50,14 +50,14 @@ def demo(
         raise ConfigError("--tile: the demo compares a tile; give one, such as 2x2")
     forms = [compare.PAPER, compare.RESIDUAL, compare.tiled(shared)]
     distilled = None
-    with common.progress() as start:
+    with show_progress() as bars:
         # Calibrated once, at the smallest keep: where most is dropped, the residual has most to learn.
         if model is None and weights is None and data is None:
-            student, distilled, batches, total = _digits(keeps, chosen, images, start)
+            student, distilled, batches = _digits(keeps, chosen, images, bars)
         else:
             if data is None or calibration_data is None:
                 raise ConfigError("a real model needs --data to evaluate on and other --calibration-data")
-            student, batches, total = _real(
+            student, batches = _real(
                 common.host_model(model, weights, image_size),
                 data,
                 calibration_data,
@@ -65,17 +65,14 @@ def demo(
                 chosen,
                 images,
                 limit,
-                start,
+                bars,
                 {"preprocess": preprocess, "workers": workers},
             )
-        rows = compare.compare(student, batches, forms, keeps, lambda title, _: start(title, total))
+        rows = compare.compare(student, batches, forms, keeps, bars.start)
         if distilled is not None:
-            with sp.dense_mode(student):
-                dense = compare.predict_all(student, batches).logits
             form = compare.Form("paper form, distilled", compare.PAPER.changes)
-            for rate in keeps:
-                advance = start(f"{form.name}, keep {rate:g}", total)
-                rows.append(compare.evaluate(distilled, batches, form, rate, dense, advance)[0])
+            other = compare.Evaluation(distilled, batches, bars.start, dense=student)
+            rows += [other.row(form, rate) for rate in keeps]
     _report(report, student, min(keeps), rows, next(iter(batches))[0])
     if as_json:
         common.print_json([row.to_dict() for row in rows])
@@ -117,7 +114,7 @@ def _report(path: Path, student, keep: float, rows, images) -> None:
     )
 
 
-def _digits(keeps, chosen, images, start):
+def _digits(keeps, chosen, images, bars):
     import copy
 
     import sparsifiner as sp
@@ -125,24 +122,24 @@ def _digits(keeps, chosen, images, start):
 
     (train_images, train_labels), (test_images, test_labels) = digits.load_digits()
     epochs = 20
-    advance = start("training a ViT on digits", epochs)
+    advance = bars.start("training a ViT on digits", epochs)
     host = digits.train_digits(train_images, train_labels, epochs=epochs, on_epoch=lambda epoch, loss: advance(1))
     student = sp.sparsify(host, sp.suggest_config(host, min(keeps), **chosen))
-    sp.calibrate(student, train_images[:images], progress=start)
+    sp.calibrate(student, train_images[:images], progress=bars.start)
     distilled = copy.deepcopy(student)
     recipe = sp.Recipe.read("digits").replace(keep=min(keeps), **chosen)
     if min(keeps) < max(keeps) < 1:
         recipe = recipe.replace(elastic=f"{min(keeps)}:{max(keeps)}")  # one model for all rates
-    sp.distill(distilled, (train_images, train_labels), recipe.replace(start="given"), bar=common.Steps(start))
+    sp.distill(distilled, (train_images, train_labels), recipe.replace(start="given"), bar=bars)
     batches = list(zip(test_images.split(64), test_labels.split(64), strict=True))
-    return student, distilled, batches, len(test_images)
+    return student, distilled, batches
 
 
-def _real(host, data, calibration_data, keep, chosen, images, limit, start, options):
+def _real(host, data, calibration_data, keep, chosen, images, limit, bars, options):
     import sparsifiner as sp
 
     student = sp.sparsify(host, sp.suggest_config(host, keep, **chosen))
     source = common.loader(host, calibration_data, labels=False, limit=images, batch_size=16, **options)
-    sp.calibrate(student, source, progress=start)
+    sp.calibrate(student, source, progress=bars.start)
     batches = common.loader(host, data, limit=limit, **options)
-    return student, batches, batches.num_images
+    return student, batches

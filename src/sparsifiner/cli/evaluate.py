@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsifiner.cli import common
+from sparsifiner.progress import show_progress
 
 
 def evaluate(
@@ -70,9 +71,9 @@ def evaluate(
         workers=workers,
         skip_unreadable=skip_unreadable,
     )
-    with common.progress() as start:
+    with show_progress() as bars:
         form = Form("sparse", needs_keep=False)
-        rows = compare(student, images, [form], [], lambda title, _: start(title, images.num_images))
+        rows = compare(student, images, [form], [], bars.start)
     common.say_skipped(images)
     if as_json:
         common.print_json(

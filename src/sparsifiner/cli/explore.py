@@ -8,6 +8,7 @@ import typer
 
 from sparsifiner.cli import common
 from sparsifiner.errors import ConfigError
+from sparsifiner.progress import show_progress
 
 
 def explore(
@@ -46,8 +47,8 @@ def explore(
 
     common.use_threads(threads)
     with server.listen(host, port) as listener:  # first: a port in use should not cost the time to load a model
-        with common.progress() as start:
-            subject = open_subject(paths or [], model, weights, image_size, progress=start)
+        with show_progress() as bars:
+            subject = open_subject(paths or [], model, weights, image_size, progress=bars.start)
         app = create_app(subject, host)
         for note in subject.notes:
             typer.echo(note)

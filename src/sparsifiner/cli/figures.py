@@ -9,6 +9,7 @@ import typer
 
 from sparsifiner.cli import common
 from sparsifiner.errors import ConfigError
+from sparsifiner.progress import show_progress
 
 
 def figures(
@@ -83,8 +84,8 @@ def figures(
         settings = [sweeping.Setting(rate, None, tokens) for tokens in droppings for rate in rates]
 
         def sweep() -> tuple[compare.Row, list[sweeping.Point]]:
-            with common.progress() as start:
-                return sweeping.sweep(student, images, settings, lambda title, _: start(title, images.num_images))
+            with show_progress() as bars:
+                return sweeping.sweep(compare.Evaluation(student, images, bars.start), settings)
 
         swept = sweep
     scene = drawing.look(student, pixels, photo, place)

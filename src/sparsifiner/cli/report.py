@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsifiner.cli import common
+from sparsifiner.progress import show_progress
 
 
 def report(
@@ -51,8 +52,8 @@ def report(
         images = common.loader(student, data, limit=limit, batch_size=batch_size, workers=workers, **choice)
         rates = common.parse_numbers(keeps, "--keeps") if keeps else ()
         forms = [compare.Form("as saved", needs_keep=False)] + ([compare.Form("at keep")] if rates else [])
-        with common.progress() as start:
-            rows = compare.compare(student, images, forms, rates, lambda title, _: start(title, images.num_images))
+        with show_progress() as bars:
+            rows = compare.compare(student, images, forms, rates, bars.start)
         first = next(iter(images))[0]
         statistics, seen = measure(student, first), len(first)
     for path in image or ():

@@ -10,6 +10,7 @@ import typer
 
 from sparsifiner.cli import common
 from sparsifiner.errors import ConfigError
+from sparsifiner.progress import show_progress
 
 
 def sweep(
@@ -30,7 +31,12 @@ def sweep(
     cost: Annotated[
         str, typer.Option(help="What the best are told by: total_macs, attention_macs or milliseconds.")
     ] = "total_macs",
-    out: Annotated[Path | None, typer.Option(help="Folder for sweep.csv and sweep.png.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for sweep.csv, sweep.png, and measured.jsonl, from which a run that was stopped goes on."
+        ),
+    ] = None,
     limit: common.Limit = None,
     seed: common.Seed = 0,
     preprocess: common.Preprocess = "model",
@@ -52,6 +58,7 @@ def sweep(
     from sparsifiner.data.batches import as_batches
     from sparsifiner.files import replacing
     from sparsifiner.inspect import sweep as sweeping
+    from sparsifiner.inspect.compare import Evaluation
 
     if cost not in ("total_macs", "attention_macs", "milliseconds"):
         raise ConfigError(f"--cost must be total_macs, attention_macs or milliseconds, got {cost!r}")
@@ -62,18 +69,21 @@ def sweep(
         common.parse_tokens(keep, token_method, token_fuse)
         for keep in common.parse_numbers(token_keeps, "--token-keeps")
     ]
-    choice: dict[str, Any] = {"preprocess": preprocess, "split": split, "seed": seed, "workers": workers}
+    choice: dict[str, Any] = {"preprocess": preprocess, "split": split, "seed": seed}
     choice |= {"skip_unreadable": skip_unreadable, "batch_size": batch_size}
-    images = common.loader(student, data, class_map=class_map, limit=limit, **choice)
-    with common.progress() as start:
+    own = choice | {"class_map": class_map, "limit": limit}
+    images = common.loader(student, data, workers=workers, **own)
+    with show_progress() as bars:
         layers: dict[float, tuple[float, ...]] = {}
         if search_data is not None:
-            held = list(as_batches(common.loader(student, search_data, labels=False, limit=search_limit, **choice)))
-            recalls = sweeping.layer_recalls(student, held, advance=start("recall by layer", len(sweeping.LEVELS)))
+            choice |= {"labels": False, "limit": search_limit, "workers": workers}
+            held = list(as_batches(common.loader(student, search_data, **choice)))
+            recalls = sweeping.layer_recalls(student, held, advance=bars.start("recall by layer", len(sweeping.LEVELS)))
             layers = {rate: sweeping.allocate(recalls, rate) for rate in rates}
         settings = [sweeping.Setting(rate, None, tokens) for tokens in droppings for rate in rates]
         settings += [sweeping.Setting(rate, found, tokens) for tokens in droppings for rate, found in layers.items()]
-        dense, points = sweeping.sweep(student, images, settings, lambda title, _: start(title, images.num_images))
+        evaluation = Evaluation(student, images, bars.start, common.journal(out, checkpoint, data, images, own))
+        dense, points = sweeping.sweep(evaluation, settings)
     common.say_skipped(images)
     best = sweeping.frontier(points, cost, sweeping.worth(dense))
     records = [point.to_dict() | {"best": point in best} for point in points]

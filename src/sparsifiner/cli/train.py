@@ -11,6 +11,7 @@ import typer
 
 from sparsifiner.cli import common
 from sparsifiner.distillation.recipe import Recipe, kind_of, names
+from sparsifiner.progress import show_progress
 
 RECIPE_HELP = f"One of {', '.join(names())}, or a TOML file of your own."
 
@@ -57,7 +58,6 @@ def train(
     """
     import sparsifiner as sp
     from sparsifiner.distillation.data import from_files
-    from sparsifiner.distillation.log import live_bar
     from sparsifiner.distillation.recipe import config_for
 
     common.use_threads(threads)
@@ -80,7 +80,7 @@ def train(
     held = None
     if eval_data is not None:
         held = common.loader(student, eval_data, preprocess=preprocess, class_map=class_map, limit=eval_limit)
-    with live_bar() as bar:
+    with show_progress() as bars:
         report = sp.distill(
             student,
             images,
@@ -92,8 +92,8 @@ def train(
             workers=workers,
             device=device,
             tensorboard=tensorboard,
-            bar=bar,
-            progress=bar.start,
+            bar=bars,
+            progress=bars.start,
         )
     for name, reason in report.skipped:
         typer.echo(f"skipped {name}: {reason}", err=True)

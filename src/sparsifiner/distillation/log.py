@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -113,42 +113,3 @@ def _board(folder: Path) -> Any:
 
         raise ConfigError("TensorBoard is not installed: pip install tensorboard, or train without it") from None
     return SummaryWriter(str(folder / "tensorboard"))
-
-
-class LiveBar(Bar, Protocol):
-    """A bar for the phases, and others for what comes before them."""
-
-    def start(self, title: str, total: int) -> Callable[[int], None]:
-        """A bar of its own; returns a function that is told how many more are done."""
-        ...
-
-
-@contextlib.contextmanager
-def live_bar() -> Iterator[LiveBar]:
-    """Progress bars on standard error with loss parts, images per second and the time left."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[text]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-
-        class _Rich:
-            task: Any = None
-
-            def start(self, title: str, total: int) -> Callable[[int], None]:
-                task = bars.add_task(title, total=total or None, text="")
-                return lambda done: bars.advance(task, done)
-
-            def begin(self, title: str, steps: int, done: int) -> None:
-                self.task = bars.add_task(title, total=steps, completed=done, text="")
-
-            def update(self, done: int, text: str) -> None:
-                bars.update(self.task, completed=done, text=text)
-
-        yield _Rich()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from sparsifiner.convert import config_of, dense_mode, host_of, reconfigure, sparse_layers
 from sparsifiner.errors import DataError
 from sparsifiner.inspect.flops import count_flops
+from sparsifiner.inspect.journal import Journal
 from sparsifiner.inspect.statistics import measure
 from sparsifiner.nn.attention import Core, SparseAttention
 from sparsifiner.ops import reference
@@ -149,6 +150,60 @@ def running_as(student: nn.Module, form: Form, keep: float | None) -> Iterator[N
             reconfigure(student, **{field: getattr(before, field) for field in ("keep", "backend", *form.changes)})
 
 
+class Evaluation:
+    """Forms of a converted model, all on the same images and against the same dense model.
+
+    Args:
+        student: a converted, calibrated model.
+        batches: ``(images, labels)``; gone through once per row, so a list or a loader, not a generator.
+        progress: called with a title and a number of images; returns a function that takes images done.
+        journal: rows that it holds are not run again, and those that are run are added to it.
+        dense: another converted model whose dense self is the one to compare with.
+    """
+
+    def __init__(
+        self,
+        student: nn.Module,
+        batches: Iterable[tuple[Tensor, Tensor]],
+        progress: Callable[[str, int], Callable[[int], None]] | None = None,
+        journal: Journal | None = None,
+        dense: nn.Module | None = None,
+    ) -> None:
+        self.student, self.batches, self.progress, self.journal = student, batches, progress, journal
+        self.teacher = student if dense is None else dense
+        self.logits: Tensor | None = None
+        self.rows: dict[str, Row] = {}
+
+    def row(self, form: Form, keep: float | None = None) -> Row:
+        """One row; each is run once."""
+        key = f"{form.name} {sorted(form.changes.items())} {keep}"
+        if key not in self.rows:
+            known = None if self.journal is None else self.journal.get(key)
+            self.rows[key] = self._run(form, keep, key) if known is None else Row(**known)
+        return self.rows[key]
+
+    def _run(self, form: Form, keep: float | None, key: str) -> Row:
+        is_dense = form.name == DENSE.name and self.teacher is self.student
+        if self.logits is None and not is_dense:
+            with running_as(self.teacher, DENSE, None):
+                self.logits = predict_all(self.teacher, self.batches, self._advance("dense, to compare with")).logits
+        title = form.name if keep is None else f"{form.name}, keep {keep:g}"
+        found, logits = evaluate(self.student, self.batches, form, keep, self.logits, self._advance(title))
+        if is_dense:
+            self.logits = logits
+        if self.journal is not None:
+            self.journal.put(key, found.to_dict())
+        return found
+
+    def _advance(self, title: str) -> Callable[[int], None] | None:
+        if self.progress is None:
+            return None
+        count = getattr(self.batches, "num_images", None)
+        if count is None:
+            count = sum(len(images) for images, _ in self.batches) if isinstance(self.batches, Sequence) else 0
+        return self.progress(title, count)
+
+
 def compare(
     student: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -160,21 +215,15 @@ def compare(
 
     Args:
         student: a converted, calibrated model.
-        batches: ``(images, labels)``; gone through once per row, so a list or a loader, not a generator.
+        batches: as `Evaluation` takes them.
         forms: what to run beside dense.
         keeps: the keep rates for forms that have one.
-        progress: called with a title and a row count of images; returns a function that takes images done.
+        progress: as `Evaluation` takes it.
     """
-    jobs = [(DENSE, None)]
+    evaluation = Evaluation(student, batches, progress)
+    rows = [evaluation.row(DENSE)]
     for form in forms:
-        jobs += [(form, keep) for keep in keeps] if form.needs_keep else [(form, None)]
-    rows: list[Row] = []
-    dense: Tensor | None = None
-    for form, keep in jobs:
-        title = form.name if keep is None else f"{form.name}, keep {keep:g}"
-        row, logits = evaluate(student, batches, form, keep, dense, progress(title, 0) if progress else None)
-        dense = logits if dense is None else dense
-        rows.append(row)
+        rows += [evaluation.row(form, keep) for keep in (keeps if form.needs_keep else (None,))]
     return rows
 
 
@@ -186,7 +235,7 @@ def evaluate(
     dense: Tensor | None,
     advance: Callable[[int], None] | None = None,
 ) -> tuple[Row, Tensor]:
-    """One row of `compare`, and the logits it rests on; ``dense`` are the dense model's, None if this is it."""
+    """One row, and the logits it rests on; ``dense`` are the dense model's, None if this is it."""
     with running_as(student, form, keep):
         result = predict_all(student, batches, advance)
     kept_share = recall = counts = None

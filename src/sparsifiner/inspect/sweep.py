@@ -65,27 +65,10 @@ class Point:
         return about | {key: value for key, value in self.row.to_dict().items() if key not in ("form", "keep")}
 
 
-def sweep(
-    student: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    settings: Sequence[Setting],
-    progress: Callable[[str, int], Callable[[int], None]] | None = None,
-) -> tuple[compare.Row, list[Point]]:
-    """Runs every setting on the same images; the dense model's row comes beside.
-
-    Args:
-        student: a converted, calibrated model; as it was afterwards.
-        batches: ``(images, labels)``; gone through once per setting, so a list or a loader, not a generator.
-        settings: what to run.
-        progress: as in `sparsifiner.inspect.compare.compare`.
-    """
-
-    def run(form: compare.Form, dense: Tensor | None) -> tuple[compare.Row, Tensor]:
-        advance = progress(form.name, 0) if progress else None
-        return compare.evaluate(student, batches, form, None, dense, advance)
-
-    dense, logits = run(compare.DENSE, None)
-    return dense, [Point(setting, run(setting.form(), logits)[0]) for setting in settings]
+def sweep(evaluation: compare.Evaluation, settings: Sequence[Setting]) -> tuple[compare.Row, list[Point]]:
+    """Runs every setting on the same images; the dense model's row comes beside. The model is as it was afterwards."""
+    dense = evaluation.row(compare.DENSE)
+    return dense, [Point(setting, evaluation.row(setting.form())) for setting in settings]
 
 
 def worth(dense: compare.Row) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,35 +146,43 @@ def trade_off(dense: Any, points: list[Any], costs: Sequence[str] = ("total_macs
 
 
 def paper_trade_off(rows: Any, measured: Any, path: Path) -> None:
-    """The paper's trade-off on DeiT-S, as printed; and a model at hand in the same settings, in a panel of its own."""
-    count = 1 if measured is None else 2
-    figure, panels = pyplot().subplots(1, count, figsize=(6.2 * count, 4.4), dpi=150, squeeze=False)
-    printed = [row for row in rows if row.model == "DeiT-S" and row.keep is not None]
+    """The paper's trade-off on DeiT-S, as printed; and models at hand in the same settings, in a panel of their own."""
+    of_deit = [(i, row) for i, row in enumerate(rows) if row.model == "DeiT-S"]
     groups = (
-        ("Sparsifiner", [r for r in printed if r.table == 2 and r.keep < 1], "o-"),
-        ("EViT", [r for r in printed if r.method == "EViT"], "s--"),
-        ("DynamicViT", [r for r in printed if r.method == "DynamicViT"], "^--"),
-        ("Sparsifiner + EViT", [r for r in printed if r.method == "Sparsifiner + EViT"], "D-"),
-        ("dense", [r for r in printed if r.table == 2 and r.keep == 1], "k*"),
+        ("Sparsifiner", [i for i, row in of_deit if row.table == 2 and row.keep < 1], "-"),
+        ("EViT", [i for i, row in of_deit if row.method == "EViT"], "--"),
+        ("DynamicViT", [i for i, row in of_deit if row.method == "DynamicViT"], ":"),
+        ("Sparsifiner + EViT", [i for i, row in of_deit if row.method == "Sparsifiner + EViT"], "-."),
+        ("Sparsifiner + tokens", [i for i, row in of_deit if row.method == "Sparsifiner" and row.token_keep < 1], "-."),
     )
-    for number, (name, found, style) in enumerate(groups):
-        colour = {} if name == "dense" else {"color": COLOURS[number]}
-        panels[0][0].plot([r.paper for r in found], [r.paper_top1 for r in found], style, label=name, **colour)
-    panels[0][0].set_title("as printed in the paper: DeiT-S")
-    if measured is not None:
-        axes = panels[0][1]
-        seen = {index: row for index, row in measured.rows.items() if row.attention_macs is not None}
-        for number, (name, found, style) in enumerate(groups[:-1]):
-            here = [seen[i] for i, row in enumerate(rows) if row in found and i in seen]
-            if here:
-                xs, ys = [r.attention_macs / 1e6 for r in here], [r.top1 or r.agreement for r in here]
-                axes.plot(xs, ys, style, color=COLOURS[number], label=name)
-        dense = measured.dense
-        axes.plot(dense.attention_macs / 1e6, dense.top1 or dense.agreement, "k*", label="dense")
-        axes.set_title(f"measured: {measured.model}, {measured.images} images")
-    for axes in panels[0]:
+    dense = next(row for row in rows if row.table == 2 and row.keep == 1)
+    # A model of another number of tokens is not in the tables that the groups are of.
+    models = [model for model in measured if any(i in model.rows for _, group, _ in groups for i in group)]
+    count = 2 if models else 1
+    figure, grid = pyplot().subplots(1, count, figsize=(6.5 * count, 4.6), dpi=150, squeeze=False)
+    panels = grid[0]
+
+    def draw(axes: Any, number: int, points: list[tuple[float, float]], name: str, marker: str) -> None:
+        if points:
+            xs, ys = zip(*sorted(set(points)), strict=True)
+            axes.plot(xs, ys, groups[number][2], marker=marker, markersize=4, color=COLOURS[number], label=name)
+
+    def place(row: Any) -> tuple[float, float]:
+        return row.attention_macs / 1e6, row.agreement if row.top1 is None else row.top1
+
+    for number, (name, group, _) in enumerate(groups):
+        draw(panels[0], number, [(rows[i].paper, rows[i].paper_top1) for i in group], name, "o")
+        for model, marker in zip(models, itertools.cycle("os^Dv"), strict=False):
+            points = [place(model.rows[i]) for i in group if i in model.rows]
+            draw(panels[1], number, points, f"{name} ({model.name})", marker)
+    panels[0].plot(dense.paper, dense.paper_top1, "k*", label="dense")
+    panels[0].set_title("as printed in the paper: DeiT-S")
+    if models:
+        panels[1].plot(*place(models[0].dense), "k*", label="dense")
+        panels[1].set_title(f"measured: {models[0].model}, {models[0].dense.images:,} images")
+    for axes in panels:
         axes.set_xlabel("multiply-adds of attention (M)")
         axes.set_ylabel("top-1 (%)")
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=7, frameon=False)
         _plain(axes)
     save(figure, path)

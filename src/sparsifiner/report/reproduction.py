@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from sparsifiner.config import TokenConfig
+from sparsifiner.config import SparseConfig, TokenConfig
+from sparsifiner.convert import config_of, conversion_of
 from sparsifiner.files import replacing
 from sparsifiner.inspect import compare
-from sparsifiner.report.paper import DEIT_S, TITLES, PaperRow
+from sparsifiner.report.paper import DEIT_S, DEIT_T_384, TITLES, PaperRow
 from sparsifiner.report.plots import paper_trade_off
 
 
@@ -22,121 +23,129 @@ class Measured:
     """What a model at hand does in the settings of the tables.
 
     Attributes:
-        model: its name.
-        images: how many it was measured on.
-        rows: by the index of a row of the tables; a setting that it cannot run is missing.
-        dense: the model itself.
+        name: what the tables call it.
+        model: which model it is.
+        tokens: how many it has before any are dropped.
+        landmarks: of its low-rank attention.
+        rows: by the index of a row of the tables; a setting that it is not for is missing.
+        dense: the same weights with all keys and tokens.
     """
 
+    name: str
     model: str
-    images: int
+    tokens: int
+    landmarks: int
     rows: dict[int, compare.Row]
     dense: compare.Row
 
+    def __str__(self) -> str:
+        top1 = "" if self.dense.top1 is None else f", top-1 {self.dense.top1:.2f} with all keys and tokens"
+        return f"{self.name}: {self.model}, {self.tokens} tokens, {self.dense.images:,} images{top1}"
 
-def measure_rows(
-    student: nn.Module,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    rows: Sequence[PaperRow],
-    progress: Callable[[str, int], Callable[[int], None]] | None = None,
-) -> Measured:
-    """Runs a converted model in every setting of the tables that needs no other weights.
 
-    Each setting is run once, however many rows share it. DynamicViT's rows are left out unless the model has its
-    networks. Linformer's row is the model's own low-rank attention.
+def measure_rows(student: nn.Module, name: str, evaluation: compare.Evaluation, rows: Sequence[PaperRow]) -> Measured:
+    """Runs a converted model in every setting of the tables that it is for, each once however many rows share it.
+
+    A model of as many tokens as the paper's at high resolution is for the third table, others for the other tables.
+    Of these, one that was trained to drop tokens is for the rows that drop them its way, and a Linformer for
+    Linformer's; any other is for all rows but DynamicViT's, which need networks of its own. The paper does not say how
+    the Sparsifiner of its first table drops tokens where it is not with EViT: taken to be DynamicViT's way.
 
     Args:
         student: a converted, calibrated model.
-        batches: ``(images, labels)``; gone through once per setting.
+        name: what to call it.
+        evaluation: of that model.
         rows: of the tables.
-        progress: as in `sparsifiner.inspect.compare.compare`.
     """
-    from sparsifiner.convert import config_of
-
-    own = config_of(student).tokens
-    done: dict[tuple, compare.Row] = {}
-
-    def run(form: compare.Form, logits: Tensor | None) -> tuple[compare.Row, Tensor]:
-        return compare.evaluate(student, batches, form, None, logits, progress(form.name, 0) if progress else None)
-
-    dense, logits = run(compare.DENSE, None)
+    config, tokens = config_of(student), conversion_of(student).grid.num_tokens
+    dense = evaluation.row(compare.DENSE)
     found: dict[int, compare.Row] = {}
     for number, row in enumerate(rows):
-        method = "dynamicvit" if row.method == "DynamicViT" else "evit"
-        if row.token_keep < 1 and method == "dynamicvit" and (own is None or own.method != method):
-            continue
-        key = (row.token_keep, row.keep, method if row.token_keep < 1 else "")
-        if key == (1, 1, ""):
-            done[key] = dense
-        if key not in done:
-            tokens = None if row.token_keep == 1 else TokenConfig(row.token_keep, method)
-            changes: dict[str, Any] = {"tokens": tokens}
-            if row.keep is None:
-                changes |= {"pattern": "linformer", "tile": None}
-            else:
-                changes |= {"keep": row.keep}
-            name = f"{row.method}, tokens {row.token_keep:g}, keep {row.keep}"
-            done[key], _ = run(compare.Form(name, changes, needs_keep=False), logits)
-        found[number] = done[key]
-    name = (getattr(student, "pretrained_cfg", None) or {}).get("architecture") or type(student).__name__
-    return Measured(name, dense.images, found, dense)
+        form = None if (row.table == 3) != (tokens >= DEIT_T_384.tokens) else _form(row, config)
+        if form is not None:
+            found[number] = evaluation.row(form)
+    model = (getattr(student, "pretrained_cfg", None) or {}).get("architecture") or type(student).__name__
+    return Measured(name, model, tokens, config.n_down, found, dense)
 
 
-def records(rows: Sequence[PaperRow], measured: Measured | None = None) -> list[dict[str, Any]]:
-    """All figures, for JSON and CSV; those that were measured begin with ``measured``."""
+def _form(row: PaperRow, config: SparseConfig) -> compare.Form | None:
+    """A row's setting for a model that was made with ``config``; None if it is not for the row."""
+    own = None if config.tokens is None else config.tokens.method
+    method = None if row.token_keep == 1 else "evit" if "EViT" in row.method else "dynamicvit"
+    if config.pattern == "linformer" and row.keep is not None:
+        return None
+    if method != own and (own is not None or method == "dynamicvit"):
+        return None
+    if (row.token_keep, row.keep) == (1, 1):
+        return compare.DENSE
+    tokens = None if method is None else TokenConfig(row.token_keep, method)
+    if row.keep is None:
+        return compare.Form("low rank", {"pattern": "linformer", "tile": None, "tokens": tokens}, needs_keep=False)
+    parts = [f"keep {row.keep:g}", *([] if method is None else [f"{method} {row.token_keep:g}"])]
+    return compare.Form(", ".join(parts), {"keep": row.keep, "tokens": tokens}, needs_keep=False)
+
+
+def records(rows: Sequence[PaperRow], measured: Sequence[Measured] = ()) -> list[dict[str, Any]]:
+    """All figures, for JSON and CSV: a row of the paper for each model that was measured in it, or alone.
+
+    Figures that were measured begin with ``measured``.
+    """
+    fields = ("images", "top1", "agreement", "divergence", "attention_macs", "total_macs", "milliseconds")
     result = []
     for number, row in enumerate(rows):
-        record = row.to_dict()
-        if measured is not None:
-            seen = measured.rows.get(number)
-            record |= {"measured_model": measured.model, "measured_images": measured.images}
-            for field in ("top1", "agreement", "attention_macs", "total_macs", "milliseconds"):
-                record[f"measured_{field}"] = None if seen is None else getattr(seen, field)
-            record["measured_dense_top1"] = measured.dense.top1
-        result.append(record)
+        seen = [model for model in measured if number in model.rows]
+        for model in seen:
+            about = {"measured_with": model.name, "measured_model": model.model, "measured_tokens": model.tokens}
+            about |= {f"measured_{field}": getattr(model.rows[number], field) for field in fields}
+            result.append(row.to_dict() | about | {"measured_dense_top1": model.dense.top1})
+        if not seen:
+            result.append(row.to_dict())
     return result
 
 
-def _columns(table: int, measured: Measured | None) -> list[str]:
+def _columns(table: int, measured: Sequence[Measured]) -> list[str]:
     titles = ["model", "method", "tokens", "keys", "paper M", "formula M", "difference", "paper top-1"]
     if table == 3:
         titles += ["paper overall G", "formula overall G", "with projections G"]
-    if measured is not None:
-        titles += [f"{measured.model}: top-1", "dense", "agreement", "attention M", "model M"]
+    for model in measured:
+        titles += [f"{model.name}: M", "top-1"]
     return titles
 
 
-def _cells(row: PaperRow, seen: compare.Row | None, measured: Measured | None) -> list[str]:
+def _cells(number: int, row: PaperRow, measured: Sequence[Measured]) -> list[str]:
     cells = [row.model, row.method, f"{row.token_keep:g}", "low rank" if row.keep is None else f"{row.keep:g}"]
     cells += [f"{row.paper:.1f}", f"{row.formula:.1f}", f"{row.difference:+.1%}", f"{row.paper_top1:.2f}"]
     if row.table == 3:
         cells += [f"{row.paper_overall:.2f}", f"{row.overall:.2f}", f"{row.whole:.2f}"]
-    if measured is None:
-        return cells
-    if seen is None:
-        return [*cells, "", "", "", "", ""]
-    macs = [None if x is None else x / 1e6 for x in (seen.attention_macs, seen.total_macs)]
-    return [
-        *cells,
-        "" if seen.top1 is None else f"{seen.top1:.2f}",
-        "" if measured.dense.top1 is None else f"{measured.dense.top1:.2f}",
-        f"{seen.agreement:.1f}",
-        *("" if x is None else f"{x:,.1f}" for x in macs),
-    ]
+    for model in measured:
+        seen = model.rows.get(number)
+        macs, top1 = (None, None) if seen is None else (seen.attention_macs, seen.top1)
+        cells += ["" if macs is None else f"{macs / 1e6:,.1f}", "" if top1 is None else f"{top1:.2f}"]
+    return cells
 
 
-def terminal(rows: Sequence[PaperRow], measured: Measured | None = None) -> list[Any]:
+def _tables(rows: Sequence[PaperRow], measured: Sequence[Measured]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, names of columns, and cells of each of the paper's tables, with the models that were measured in it."""
+    result = []
+    for table, title in TITLES.items():
+        own = [(number, row) for number, row in enumerate(rows) if row.table == table]
+        models = [model for model in measured if any(number in model.rows for number, _ in own)]
+        cells = [_cells(number, row, models) for number, row in own]
+        result.append((f"Table {table}: {title}", _columns(table, models), cells))
+    return result
+
+
+def terminal(rows: Sequence[PaperRow], measured: Sequence[Measured] = ()) -> list[Any]:
     """A rich table for each of the paper's."""
     from rich.table import Table
 
     result = []
-    for number, title in TITLES.items():
-        table = Table(title=f"Table {number}: {title}")
-        for column, name in enumerate(_columns(number, measured)):
+    for title, columns, lines in _tables(rows, measured):
+        table = Table(title=title)
+        for column, name in enumerate(columns):
             table.add_column(name, justify="left" if column < 2 else "right")
-        for index, row in enumerate(rows):
-            if row.table == number:
-                table.add_row(*_cells(row, measured.rows.get(index) if measured else None, measured))
+        for cells in lines:
+            table.add_row(*cells)
         result.append(table)
     return result
 
@@ -161,40 +170,55 @@ def claim(rows: Sequence[PaperRow]) -> str:
     )
 
 
-def markdown(rows: Sequence[PaperRow], measured: Measured | None = None) -> str:
+def dynamicvit(rows: Sequence[PaperRow]) -> str:
+    """DynamicViT's rows as it runs, dropping tokens before a block's attention; the paper counts as if after."""
+    parts = []
+    for row in rows:
+        if row.method == "DynamicViT":
+            count = row.backbone.attention(1.0, TokenConfig(row.token_keep, "dynamicvit"))
+            parts.append(f"{count:.1f} M at {row.token_keep:g} on {row.model}")
+    return (
+        "DynamicViT drops tokens before a block's attention; the paper counts it like EViT, which drops them after, "
+        f"and so do the rows above. Counted as it runs: {', '.join(parts)}."
+    )
+
+
+def notes(rows: Sequence[PaperRow], measured: Sequence[Measured] = ()) -> list[str]:
+    """What a reader of the tables should know."""
+    found = [claim(rows), dynamicvit(rows)]
+    if measured:
+        landmarks = " and ".join(sorted({str(model.landmarks) for model in measured}))
+        found.append(
+            "Columns with a name are measured, with the model of that name in the row's setting: other models than the "
+            f"paper's, unless they say so. Linformer's row has their own landmarks ({landmarks}; the paper's has 68). "
+            "Sparsifiner with fewer tokens is taken to drop them as DynamicViT does: the paper does not say. "
+            + "; ".join(map(str, measured))
+            + "."
+        )
+    found.append(
+        "M: million multiply-adds of attention core and predictor, for one image. Overall: with the feed-forward "
+        "parts, as the paper counts."
+    )
+    return found
+
+
+def markdown(rows: Sequence[PaperRow], measured: Sequence[Measured] = ()) -> str:
     """For documents."""
     lines = []
-    for number, title in TITLES.items():
-        columns = _columns(number, measured)
-        lines += [f"### Table {number}: {title}", "", "| " + " | ".join(columns) + " |"]
-        lines.append("|---|---|" + "---:|" * (len(columns) - 2))
-        for index, row in enumerate(rows):
-            if row.table == number:
-                cells = _cells(row, measured.rows.get(index) if measured else None, measured)
-                lines.append("| " + " | ".join(cells) + " |")
-        lines.append("")
-    notes = [
-        claim(rows),
-        "",
-        "M: million multiply-adds of attention core and predictor, for one image. Overall: with the",
-    ]
-    notes[-1] += " feed-forward parts, as the paper counts."
-    if measured is not None:
-        notes[-1] += (
-            f" The last five columns are measured, on {measured.images} images, with {measured.model}: another model "
-            "than the paper's, unless it says so."
-        )
-    return "\n".join([*lines, *notes]) + "\n"
+    for title, columns, cells in _tables(rows, measured):
+        lines += [f"### {title}", "", "| " + " | ".join(columns) + " |", "|---|---|" + "---:|" * (len(columns) - 2)]
+        lines += ["| " + " | ".join(line) + " |" for line in cells] + [""]
+    return "\n".join(lines) + "\n" + "\n\n".join(notes(rows, measured)) + "\n"
 
 
-def write(rows: Sequence[PaperRow], measured: Measured | None, folder: Path) -> None:
+def write(rows: Sequence[PaperRow], measured: Sequence[Measured], folder: Path) -> None:
     """``tables.md``, ``tables.csv`` and ``tables.png``."""
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / "tables.md") as path:
         path.write_text(markdown(rows, measured))
     table = records(rows, measured)
     with replacing(folder / "tables.csv") as path, path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(table[0]), lineterminator="\n")
+        writer = csv.DictWriter(file, max(map(list, table), key=len), lineterminator="\n")
         writer.writeheader()
         writer.writerows(table)
     paper_trade_off(rows, measured, folder / "tables.png")
