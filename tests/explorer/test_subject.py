@@ -1,5 +1,7 @@
 """What the command line asks for is what is opened."""
 
+import asyncio
+import socket
 import stat
 import sys
 
@@ -185,6 +187,25 @@ def test_a_port_in_use_is_said_to_be():
             server.listen("127.0.0.1", port)
         with server.listen("127.0.0.1", None) as other:
             assert other.getsockname()[1] in server.PORTS
+
+
+def test_answers_do_not_wait_for_nagles_algorithm():
+    """It cost every answer 40 ms."""
+    delays = []
+
+    async def serve():
+        def meet(reader, writer):
+            delays.append(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        with server.listen("127.0.0.1", 0) as listener:
+            async with await asyncio.start_server(meet, sock=listener):
+                reader, writer = await asyncio.open_connection(*listener.getsockname())
+                assert await reader.read() == b""
+                writer.close()
+
+    asyncio.run(serve())
+    assert delays == [1]
 
 
 def test_what_is_kept_can_be_read_like_any_file(cache, quick):
