@@ -3,22 +3,28 @@
 import copy
 import functools
 import importlib.util
+import json
 import re
 import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
+from typer.testing import CliRunner
 
 import sparsifiner as sp
 from sparsifiner import checkpoint, hosts
+from sparsifiner.cli.main import app
 from sparsifiner.convert import find_host, host_of, sparse_layers
+from sparsifiner.data.images import preprocessing
 from sparsifiner.distillation import phases, state
 from sparsifiner.errors import CheckpointError, ConfigError, DataError, UnsupportedModelError
 from sparsifiner.hosts import huggingface
@@ -709,3 +715,66 @@ def test_timm_models_do_not_import_transformers():
     code = "\n".join(line[8:] for line in code.splitlines())
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+@pytest.fixture(scope="module")
+def picture():
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 15, 3), dtype=np.uint8)
+    return Image.fromarray(pixels).resize((450, 300), Image.Resampling.BICUBIC)
+
+
+@pytest.mark.parametrize("kind", ["ViT", "DeiT", "CLIP", "Bit"])  # Bit's is DINOv2's
+def test_image_files_are_made_ready_as_the_processor_would(kind, picture):
+    own = {"size": {"shortest_edge": 256}} if kind == "Bit" else {}
+    processor = getattr(transformers, f"{kind}ImageProcessor")(**own)
+    model = make(image_size=224, patch_size=32)
+    model.pretrained_cfg = huggingface.data_config(processor)
+    found = preprocessing(sp.sparsify(model, SPARSE))(picture)
+    expected = processor(picture, return_tensors="pt")["pixel_values"][0]
+    assert found.shape == expected.shape == (3, 224, 224)
+    assert (found - expected).abs().max() < 0.05  # rounding to 8 bits, in PIL and in torchvision
+    assert expected.std() > 0.4
+
+
+def test_processors_that_are_more_than_that_are_refused():
+    for settings, message in (
+        ({"do_normalize": False}, "do_normalize is off"),
+        ({"rescale_factor": 1 / 127.5}, "rescales by"),
+        ({"size": {"shortest_edge": 224}}, "images of many sizes"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            huggingface.data_config(transformers.ViTImageProcessor(**settings))
+
+
+def test_checkpoints_keep_how_images_are_made_ready(picture, tmp_path):
+    """So the command line reads image files for transformers' models too, and does not guess where it cannot know."""
+    for name in ("ant", "bee", "cat", "dog", "elk"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        picture.rotate(ord(name[0])).save(tmp_path / "images" / name / "0.png")
+    model = make()
+    sp.save(sp.sparsify(model, SPARSE), tmp_path / "silent.safetensors")
+    arguments = ["--data", str(tmp_path / "images"), "--json"]
+    refused = CliRunner().invoke(app, ["eval", str(tmp_path / "silent.safetensors"), *arguments])
+    assert isinstance(refused.exception, DataError)
+    assert "does not say how its images are made ready" in str(refused.exception)
+
+    model.pretrained_cfg = huggingface.data_config(transformers.ViTImageProcessor(size={"height": 32, "width": 32}))
+    sp.save(sp.sparsify(model, SPARSE), tmp_path / "student.safetensors")
+    loaded = sp.load(tmp_path / "student.safetensors")
+    assert loaded.pretrained_cfg == model.pretrained_cfg
+    result = CliRunner().invoke(app, ["eval", str(tmp_path / "student.safetensors"), *arguments])
+    dense = json.loads(result.stdout)["rows"][0]
+    transform = preprocessing(loaded)
+    with torch.no_grad():
+        pixels = [transform(Image.open(path)) for path in sorted((tmp_path / "images").glob("*/*"))]
+        right = model(torch.stack(pixels)).logits.argmax(1) == torch.arange(5)
+    assert dense["top1"] == pytest.approx(100 * right.double().mean().item())
+    assert dense["images"] == 5
+
+
+def test_a_checkpoint_with_nonsense_for_its_images_is_refused(tmp_path):
+    student = sp.sparsify(make(), SPARSE)
+    student.pretrained_cfg = "all of them"
+    sp.save(student, tmp_path / "student.safetensors")
+    with pytest.raises(CheckpointError, match="settings with names, the file has 'all of them'"):
+        sp.load(tmp_path / "student.safetensors")

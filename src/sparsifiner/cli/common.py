@@ -124,12 +124,13 @@ def loader(
     **options: Any,
 ) -> ImageLoader:
     """Images for a model, preprocessed as it expects."""
+    from sparsifiner.convert import host_of
     from sparsifiner.data.images import open_images, preprocessing
 
     return open_images(
         data,
         preprocessing(model, preprocess),  # pyright: ignore[reportArgumentType]
-        num_classes=getattr(model, "num_classes", None) if labels else None,
+        num_classes=host_of(model).num_classes(model) or None if labels else None,
         class_map=class_map,
         **options,
     )

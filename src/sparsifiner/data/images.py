@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
+from sparsifiner.convert import host_of
 from sparsifiner.data.shards import PREFIX, ShardReader
 from sparsifiner.errors import DataError
 
@@ -115,27 +116,38 @@ def open_images(
     return ImageLoader(dataset, batch_size, workers, skip_unreadable)
 
 
+def data_config(model: nn.Module) -> dict[str, Any]:
+    """How images are made ready for a model, in timm's words: ``input_size``, ``mean``, ``std``, ``crop_pct`` ..."""
+    host = host_of(model)
+    if host.name != "timm" and not getattr(model, "pretrained_cfg", None):
+        raise DataError(
+            f"{type(model).__name__} does not say how its images are made ready: before it is converted, set "
+            "model.pretrained_cfg = sparsifiner.hosts.huggingface.data_config(processor), of the image processor that "
+            "belongs to it; checkpoints keep it"
+        )
+    config = resolve_model_data_config(model)
+    return config | {"input_size": (config["input_size"][0], *host.image_size(model))}
+
+
 def preprocessing(model: nn.Module, how: Preprocess = "model") -> Callable[[Any], Tensor]:
-    """The evaluation transform of a timm model.
+    """The evaluation transform of a model.
 
     Args:
         model: whose input size, mean and standard deviation are used.
         how: ``"model"`` resizes and crops as the model was evaluated; ``"crop"`` only crops the centre, for
             images that were resized before.
     """
-    config = resolve_model_data_config(model)
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or config["input_size"][-2:]
+    config = data_config(model)
     if how == "crop":
         return transforms.Compose(
             [
-                _CenterCrop(tuple(size)),
+                _CenterCrop(config["input_size"][1:]),
                 transforms.ToTensor(),
                 transforms.Normalize(config["mean"], config["std"]),
             ]
         )
     if how != "model":
         raise DataError(f"unknown preprocessing {how!r}: choose 'model' or 'crop'")
-    config["input_size"] = (config["input_size"][0], *size)
     return cast(Callable[[Any], Tensor], create_transform(**config, is_training=False))
 
 

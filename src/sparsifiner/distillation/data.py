@@ -14,13 +14,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from timm.data.config import resolve_model_data_config
 from timm.data.mixup import Mixup
 from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from sparsifiner.data.images import Failure, Preprocess, accept, open_images, preprocessing
+from sparsifiner.convert import host_of
+from sparsifiner.data.images import Failure, Preprocess, accept, data_config, open_images, preprocessing
 from sparsifiner.distillation.recipe import Recipe
 from sparsifiner.errors import ConfigError, DataError
 
@@ -148,7 +148,7 @@ def from_files(
     skip_unreadable: bool = False,
 ) -> TrainingSet:
     """Image files, augmented as the recipe says; arguments as in `sparsifiner.data.images.open_images`."""
-    labels = getattr(model, "num_classes", None) if recipe.label_weight and recipe.phase2_epochs else None
+    labels = host_of(model).num_classes(model) or None if recipe.label_weight and recipe.phase2_epochs else None
     images = open_images(
         data,
         augmentation(model, recipe, preprocess),
@@ -167,10 +167,9 @@ def augmentation(model: nn.Module, recipe: Recipe, preprocess: Preprocess = "mod
         if recipe.auto_augment or recipe.erase:
             raise ConfigError("crop = centre takes images as they are: set auto_augment to '' and erase to 0")
         return preprocessing(model, preprocess)
-    config = resolve_model_data_config(model)
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or config["input_size"][-2:]
+    config = data_config(model)
     transform = create_transform(
-        input_size=(config["input_size"][0], *size),
+        input_size=config["input_size"],
         is_training=True,
         scale=(recipe.smallest_crop, 1.0),
         hflip=0.0,

@@ -35,6 +35,9 @@ REASONS = {
     "DINOv3": "it rotates queries and keys by position (rotary embedding), which its attention applies inside",
 }
 
+# By the numbers of PIL.
+INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic")
+
 NO_WEIGHTS = "sparse attention has no weights to output: look at it with sparsifiner.capture, or set keep=1.0"
 
 
@@ -365,6 +368,7 @@ def _describe(model: Any) -> dict[str, Any]:
         "img_size": list(_image_size(model)),
         "config": config,
         "options": member.options(model),
+        "data": getattr(model, "pretrained_cfg", None),
     }
 
 
@@ -372,6 +376,9 @@ def _build(description: dict[str, Any]) -> nn.Module:
     import transformers
 
     name: Any = description.get("architecture")
+    data = description.get("data")
+    if not isinstance(data, dict | None):
+        raise CheckpointError(f"how images are made ready should be settings with names, the file has {data!r}")
     kind: Any = getattr(transformers, name, None) if name in MEMBERS else None
     if kind is None:
         raise CheckpointError(
@@ -382,12 +389,53 @@ def _build(description: dict[str, Any]) -> nn.Module:
         model = kind(kind.config_class.from_dict(description["config"]), **description["options"])
         if MEMBERS[name].family.any_size:
             _tower(model).config.image_size = _setting(description["img_size"])
+        model.pretrained_cfg = data
     except Exception as error:  # a config's own checks raise what they like
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"transformers {transformers.__version__} cannot make a {name} of the config in the file: {reason}"
         ) from None
     return model
+
+
+def data_config(processor: Any) -> dict[str, Any]:
+    """What an image processor of transformers does, in timm's words.
+
+    Set as ``pretrained_cfg`` of the model it belongs to before that is converted, it travels with the model, and image
+    files are read as the processor would make them ready.
+
+    Args:
+        processor: such as `transformers.AutoImageProcessor.from_pretrained` gives.
+    """
+    name = type(processor).__name__
+    for step in ("do_resize", "do_rescale", "do_normalize"):
+        if not getattr(processor, step, False):
+            raise ConfigError(f"{name} does not do all that is needed ({step} is off): make images ready yourself")
+    if abs(processor.rescale_factor * 255 - 1) > 1e-6:
+        raise ConfigError(f"{name} rescales by {processor.rescale_factor:g}, not to [0, 1]: make images ready yourself")
+    size = _sides(processor.size)
+    crop = _sides(processor.crop_size) if getattr(processor, "do_center_crop", False) else size
+    if size is None or crop is None or (len(crop) == 1 and crop is size):
+        raise ConfigError(f"{name} leaves images of many sizes ({processor.size}): make them ready yourself")
+    height, width = crop if len(crop) == 2 else crop * 2
+    return {
+        "input_size": [3, height, width],
+        "mean": list(processor.image_mean),
+        "std": list(processor.image_std),
+        "interpolation": INTERPOLATIONS[int(processor.resample)],
+        "crop_pct": min(height, width) / min(size),
+        # A side of its own for height and width squashes the picture; one side keeps its shape.
+        "crop_mode": "squash" if len(size) == 2 else "center",
+    }
+
+
+def _sides(size: Any) -> tuple[int, ...] | None:
+    """``(height, width)``, ``(shortest edge,)``, or None for what is neither."""
+    if isinstance(size, int):
+        return (size,)
+    if size.get("height") and size.get("width"):
+        return size["height"], size["width"]
+    return (size["shortest_edge"],) if size.get("shortest_edge") and not size.get("longest_edge") else None
 
 
 def _blocks(model: nn.Module) -> list[BlockSite]:

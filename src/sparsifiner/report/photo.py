@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from timm.data.config import resolve_model_data_config
 from torch import Tensor, nn
 
-from sparsifiner.data.images import Preprocess, preprocessing
+from sparsifiner.data.images import Preprocess, data_config, preprocessing
 from sparsifiner.errors import DataError
 
 
@@ -23,7 +22,7 @@ def read_photo(model: nn.Module, path: Path, how: Preprocess = "model") -> tuple
         raise DataError(f"{path} does not exist") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{path} cannot be read as an image: {error}") from None
-    config = resolve_model_data_config(model)
+    config = data_config(model)
     return pixels, visible(pixels, config["mean"], config["std"])
 
 
