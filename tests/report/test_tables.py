@@ -94,6 +94,12 @@ def test_measured_columns_are_of_the_model_at_hand(student, batches, tmp_path):
     assert table[2]["measured_top1"] == ""
     text = (tmp_path / "tables.md").read_text()
     assert "ours: VisionTransformer, 26 tokens, 6 images, top-1" in text
+    both = next(i for i, row in enumerate(ROWS) if row.method == "Sparsifiner + EViT")
+    saved = [
+        1 - getattr(measured.rows[both], name) / getattr(measured.dense, name)
+        for name in ("attention_macs", "total_macs")
+    ]
+    assert f"EViT 0.7 with keep 0.25 {saved[0]:.0%} and {saved[1]:.0%} (ours)" in text
     assert text.count("### Table") == 4
     assert text.count("ours: M") == 3  # not in the table of high resolution
     assert (tmp_path / "tables.png").stat().st_size > 10_000

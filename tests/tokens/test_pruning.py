@@ -12,6 +12,7 @@ import sparsifiner as sp
 from sparsifiner.config import BlockTokens
 from sparsifiner.convert import conversion_of, sparse_layers
 from sparsifiner.errors import ConfigError, UnsupportedModelError
+from sparsifiner.inspect.compare import DENSE, Evaluation
 from sparsifiner.inspect.statistics import measure
 from sparsifiner.nn.grid import TokenGrid
 from sparsifiner.tokens.dynamicvit import TokenScorer, ratio_loss
@@ -183,6 +184,20 @@ def test_dense_mode_and_restore_keep_all_tokens(host, photos):
     assert torch.equal(dense(photos), host(photos))
     assert list(dense.state_dict()) == list(host.state_dict())
     assert not pruning_blocks(dense)
+
+
+@pytest.mark.parametrize("method", ["evit", "dynamicvit"])
+def test_dense_mode_is_counted_as_it_runs(host, photos, method):
+    """The dense row of a comparison had the multiply-adds of the model that drops tokens."""
+    student = pruned(host, method=method, attention=0.3)
+    counts = sp.count_flops(student)
+    assert counts.total < counts.dense_total
+    with sp.dense_mode(student):
+        counts = sp.count_flops(student)
+    assert counts.total == counts.dense_total
+    row = Evaluation(student, [(photos, torch.zeros(len(photos), dtype=torch.long))]).row(DENSE)
+    assert row.total_macs == counts.dense_total
+    assert row.attention_macs == counts.dense_attention
 
 
 def test_names_of_parameters_stay(host):

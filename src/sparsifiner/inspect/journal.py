@@ -29,7 +29,7 @@ class Journal:
         for line in text.splitlines():
             with contextlib.suppress(json.JSONDecodeError):  # cut off when the last run ended
                 entry = json.loads(line)
-                if entry["about"] == self.about:
+                if isinstance(entry, dict) and entry.get("about") == self.about:
                     self.found[entry["key"]] = entry["found"]
 
     def get(self, key: str) -> dict[str, Any] | None:
