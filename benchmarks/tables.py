@@ -11,12 +11,14 @@ and their figures.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import sparsifiner as sp
 from common import RESULTS, assets, write_csv
@@ -65,9 +67,14 @@ def checkpoints(folder: Path, images: Path) -> dict[Path, str]:
 
 
 def keep_csv(source: Path, target: Path) -> None:
-    """A table with the machine it was measured on."""
+    """A table with the machine it was measured on, numbers to five places."""
     with source.open(newline="") as file:
-        write_csv(list(csv.DictReader(file)), target)
+        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    for row in rows:
+        for column, text in row.items():
+            with contextlib.suppress(ValueError):
+                row[column] = float(text) if "." in text else text
+    write_csv(rows, target)
 
 
 def main() -> None:

@@ -93,7 +93,7 @@ def test_measured_columns_are_of_the_model_at_hand(student, batches, tmp_path):
     assert float(table[0]["measured_agreement"]) == 100
     assert table[2]["measured_top1"] == ""
     text = (tmp_path / "tables.md").read_text()
-    assert "ours: VisionTransformer, 26 tokens, 6 images, top-1" in text
+    assert "ours: VisionTransformer, 26 tokens, 9 landmarks, 6 images, top-1" in text
     both = next(i for i, row in enumerate(ROWS) if row.method == "Sparsifiner + EViT")
     saved = [
         1 - getattr(measured.rows[both], name) / getattr(measured.dense, name)

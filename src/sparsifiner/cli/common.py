@@ -191,5 +191,5 @@ def print_table(table: Any) -> None:
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=140)
+        console = Console(width=400)  # a table takes no more of it than it needs
     console.print(table)

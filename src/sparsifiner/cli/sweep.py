@@ -126,8 +126,7 @@ def _table(dense: Any, points: list[Any], best: list[Any]) -> Any:
             f"{row.milliseconds:.2f}",
             mark,
         )
-    for point in points:
-        if point.setting.layers:
-            keeps = ", ".join(f"{keep:g}" for keep in point.setting.layers)
-            table.caption = (table.caption or "") + f"{point.setting.name}: {keeps}\n"
+    layers = {point.setting.keep: point.setting.layers for point in points if point.setting.layers}
+    lines = [f"keep {keep:g} by layer: {', '.join(f'{share:g}' for share in own)}" for keep, own in layers.items()]
+    table.caption = "\n".join(lines) or None
     return table

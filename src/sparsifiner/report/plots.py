@@ -134,11 +134,14 @@ def trade_off(dense: Any, points: list[Any], costs: Sequence[str] = ("total_macs
                 color=COLOURS[number % len(COLOURS)],
                 label=name + (", budgets by layer" if by_layer else ""),
             )
+            # Budgets by layer lie close to equal ones: their labels go to the other side.
+            beside = {"xytext": (-4, 4), "ha": "right"} if by_layer else {"xytext": (4, -9), "ha": "left"}
             for p, place in zip(line, zip(*places(line), strict=True), strict=True):
-                axes.annotate(f"{p.setting.keep:g}", place, xytext=(4, -9), textcoords="offset points", fontsize=7)
+                axes.annotate(f"{p.setting.keep:g}", place, textcoords="offset points", fontsize=7, **beside)
         axes.plot(*places(frontier(points, cost, value)), "k-", linewidth=0.8, zorder=0, label="beaten by no other")
         axes.plot(getattr(dense, cost) / unit, getattr(dense, value), "k*", markersize=10, label="dense")
         axes.set_xlabel(title)
+        axes.margins(x=0.1)  # room for the labels
         _plain(axes)
     panels[0][0].set_ylabel(f"{AXES[value][0]}, {dense.images} images")
     panels[0][0].legend(fontsize=8, frameon=False)
@@ -148,12 +151,13 @@ def trade_off(dense: Any, points: list[Any], costs: Sequence[str] = ("total_macs
 def paper_trade_off(rows: Any, measured: Any, path: Path) -> None:
     """The paper's trade-off on DeiT-S, as printed; and models at hand in the same settings, in a panel of their own."""
     of_deit = [(i, row) for i, row in enumerate(rows) if row.model == "DeiT-S"]
+    fewer = [i for i, row in of_deit if row.method == "Sparsifiner" and row.token_keep < 1]
     groups = (
         ("Sparsifiner", [i for i, row in of_deit if row.table == 2 and row.keep < 1], "-"),
         ("EViT", [i for i, row in of_deit if row.method == "EViT"], "--"),
         ("DynamicViT", [i for i, row in of_deit if row.method == "DynamicViT"], ":"),
         ("Sparsifiner + EViT", [i for i, row in of_deit if row.method == "Sparsifiner + EViT"], "-."),
-        ("Sparsifiner + tokens", [i for i, row in of_deit if row.method == "Sparsifiner" and row.token_keep < 1], "-."),
+        ("Sparsifiner, fewer tokens", fewer, "-."),
     )
     dense = next(row for row in rows if row.table == 2 and row.keep == 1)
     # A model of another number of tokens is not in the tables that the groups are of.

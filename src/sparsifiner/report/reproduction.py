@@ -40,7 +40,8 @@ class Measured:
 
     def __str__(self) -> str:
         top1 = "" if self.dense.top1 is None else f", top-1 {self.dense.top1:.2f} with all keys and tokens"
-        return f"{self.name}: {self.model}, {self.tokens} tokens, {self.dense.images:,} images{top1}"
+        shape = f"{self.tokens} tokens, {self.landmarks} landmarks"
+        return f"{self.name}: {self.model}, {shape}, {self.dense.images:,} images{top1}"
 
 
 def measure_rows(student: nn.Module, name: str, evaluation: compare.Evaluation, rows: Sequence[PaperRow]) -> Measured:
@@ -90,7 +91,7 @@ def records(rows: Sequence[PaperRow], measured: Sequence[Measured] = ()) -> list
 
     Figures that were measured begin with ``measured``.
     """
-    fields = ("images", "top1", "agreement", "divergence", "attention_macs", "total_macs", "milliseconds")
+    fields = ("images", "top1", "agreement", "divergence", "attention_macs", "total_macs")
     result = []
     for number, row in enumerate(rows):
         seen = [model for model in measured if number in model.rows]
@@ -114,7 +115,7 @@ def _columns(table: int, measured: Sequence[Measured]) -> list[str]:
 
 def _cells(number: int, row: PaperRow, measured: Sequence[Measured]) -> list[str]:
     cells = [row.model, row.method, f"{row.token_keep:g}", "low rank" if row.keep is None else f"{row.keep:g}"]
-    cells += [f"{row.paper:.1f}", f"{row.formula:.1f}", f"{row.difference:+.1%}", f"{row.paper_top1:.2f}"]
+    cells += [f"{row.paper:.1f}", f"{row.formula:.1f}", _percent(row.difference), f"{row.paper_top1:.2f}"]
     if row.table == 3:
         cells += [f"{row.paper_overall:.2f}", f"{row.overall:.2f}", f"{row.whole:.2f}"]
     for model in measured:
@@ -122,6 +123,10 @@ def _cells(number: int, row: PaperRow, measured: Sequence[Measured]) -> list[str
         macs, top1 = (None, None) if seen is None else (seen.attention_macs, seen.top1)
         cells += ["" if macs is None else f"{macs / 1e6:,.1f}", "" if top1 is None else f"{top1:.2f}"]
     return cells
+
+
+def _percent(difference: float) -> str:
+    return "0.0%" if abs(difference) < 0.0005 else f"{difference:+.1%}"
 
 
 def _tables(rows: Sequence[PaperRow], measured: Sequence[Measured]) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -153,7 +158,8 @@ def terminal(rows: Sequence[PaperRow], measured: Sequence[Measured] = ()) -> lis
 def claim(rows: Sequence[PaperRow], measured: Sequence[Measured] = ()) -> str:
     """The paper's claim for both sparsities together, against the counts and what was measured."""
     dense = next(row for row in rows if row.backbone is DEIT_S and row.setting == "dense")
-    parts, seen = [], []
+    parts = []
+    seen: dict[str, list[str]] = {}  # models by what they save
     for number, row in enumerate(rows):
         if row.method != "Sparsifiner + EViT":
             continue
@@ -168,14 +174,15 @@ def claim(rows: Sequence[PaperRow], measured: Sequence[Measured] = ()) -> str:
             own, whole = model.rows.get(number), model.dense
             if own is not None and own.attention_macs and own.total_macs and whole.attention_macs and whole.total_macs:
                 attention, total = own.attention_macs / whole.attention_macs, own.total_macs / whole.total_macs
-                seen.append(f"{setting} {1 - attention:.0%} and {1 - total:.0%} ({model.name})")
+                seen.setdefault(f"{setting} {1 - attention:.0%} and {1 - total:.0%}", []).append(model.name)
     text = (
         'The paper says that both sparsities together reduce "ViT FLOPs by over 60 %". By formula, on DeiT-S: '
         + "; ".join(parts)
         + ". So it holds for the attention, and not for the whole model."
     )
     if seen:
-        text += " Measured, of the attention and of the whole model with all its parts: " + "; ".join(seen) + "."
+        found = "; ".join(f"{saved} ({', '.join(names)})" for saved, names in seen.items())
+        text += f" Measured, of the attention and of the whole model with all its parts: {found}."
     return text
 
 
@@ -196,14 +203,13 @@ def notes(rows: Sequence[PaperRow], measured: Sequence[Measured] = ()) -> list[s
     """What a reader of the tables should know."""
     found = [claim(rows, measured), dynamicvit(rows)]
     if measured:
-        landmarks = " and ".join(sorted({str(model.landmarks) for model in measured}))
         found.append(
             "Columns with a name are measured, with the model of that name in the row's setting: other models than the "
-            f"paper's, unless they say so. Linformer's row has their own landmarks ({landmarks}; the paper's has 68). "
-            "Sparsifiner with fewer tokens is taken to drop them as DynamicViT does: the paper does not say. "
-            + "; ".join(map(str, measured))
-            + "."
+            "paper's, unless they say so. Linformer's row has their own landmarks; the paper's has 68. "
+            "Sparsifiner with fewer tokens is taken to drop them as DynamicViT does: the paper does not say. Measured "
+            "multiply-adds are counted on images, residual included where the model has it."
         )
+        found.append("\n".join(f"- {model}" for model in measured))
     found.append(
         "M: million multiply-adds of attention core and predictor, for one image. Overall: with the feed-forward "
         "parts, as the paper counts."
