@@ -8,15 +8,13 @@ Calibrated on 1,024 images of imagenet-distill.tar, stored in bfloat16, and as s
 from __future__ import annotations
 
 import argparse
-import csv
 
 import torch
 
 import sparsifiner as sp
-from common import RESULTS, assets, environment
+from common import RESULTS, assets, write_csv
 from sparsifiner import checkpoint
 from sparsifiner.data.images import open_images, preprocessing
-from sparsifiner.files import replacing
 from sparsifiner.inspect.compare import PAPER, RESIDUAL, compare
 from sparsifiner.models import create_host
 
@@ -42,12 +40,9 @@ def main() -> None:
     student = sp.load(NAME, model=host)
     batches = list(open_images(source / "imagenet-eval.tar", transform, num_classes=1000))
     rows = compare(student, batches, [RESIDUAL, PAPER], KEEPS)
-    with replacing(RESULTS / "ready.csv") as path, path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [*rows[0].to_dict(), *environment()], lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            print(row.form, row.keep, f"top-1 {row.top1:.2f}, agreement {row.agreement:.1f}, {row.images} images")
-            writer.writerow(row.to_dict() | environment())
+    write_csv([row.to_dict() for row in rows], RESULTS / "ready.csv")
+    for row in rows:
+        print(row.form, row.keep, f"top-1 {row.top1:.2f}, agreement {row.agreement:.1f}, {row.images} images")
 
 
 if __name__ == "__main__":
