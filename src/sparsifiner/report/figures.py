@@ -29,7 +29,8 @@ from sparsifiner.report.plots import pyplot, save, trade_off
 
 # Told apart by colour-blind readers, and in print.
 MAP = "viridis"
-DROPPED = 0.25  # brightness of patches that were dropped
+DROPPED = 0.25  # what is still seen of patches that were dropped
+SHADE = 0.4  # the grey that is over them: black would hide what is kept of a dark picture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _kept(axes: Any, mask: np.ndarray, scene: Scene, photo: np.ndarray | None = 
     """The patches that are connected, as they are; the others dark."""
     rows, columns = scene.grid
     axes.imshow(scene.photo if photo is None else photo, extent=(0, columns, rows, 0), interpolation="bilinear")
-    shade = np.zeros((rows, columns, 4))
+    shade = np.full((rows, columns, 4), SHADE)
     shade[..., 3] = np.where(mask, 0.0, 1 - DROPPED)
     axes.imshow(shade, extent=(0, columns, rows, 0), interpolation="nearest")
     _mark(axes, scene)
