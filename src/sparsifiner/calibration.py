@@ -30,6 +30,7 @@ from sparsifiner.nn.grid import landmark_pooling
 from sparsifiner.nn.patterns import RANKINGS, pattern_mask
 from sparsifiner.ops.connectivity import accumulation_dtype, low_rank_attention, query_groups
 from sparsifiner.ops.eager import top_budget
+from sparsifiner.progress import Progress
 
 # Rows of the true attention built at a time.
 QUERY_CHUNK = 256
@@ -43,8 +44,6 @@ STEP_QUERIES = 0.25
 # Elements of the attention a step may build (32 MiB in float32), and bytes of queries, keys and values held.
 STEP_ELEMENTS = 1 << 23
 HELD_BYTES = 2 << 30
-
-Progress = Callable[[str, int], Callable[[int], None]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,25 +12,34 @@ from typing import Any, Protocol
 SECONDS = 30.0
 
 
-class Display(Protocol):
-    """Where work says how far it is."""
+# Work of a title and so many parts, 0 if unknown, begins; returns a function that is told how many more are done.
+Progress = Callable[[str, int], Callable[[int], None]]
 
-    def start(self, title: str, total: int) -> Callable[[int], None]:
-        """Work of so many parts, 0 if unknown, begins; returns a function that is told how many more are done."""
-        ...
+
+class Bar(Protocol):
+    """A line that shows how far a phase of training is."""
 
     def begin(self, title: str, steps: int, done: int) -> None:
-        """A phase of training begins, or goes on."""
+        """A phase begins, or goes on."""
 
     def update(self, done: int, text: str) -> None:
-        """So many steps of the phase are done."""
+        """So many steps are done."""
+
+
+class Display(Bar, Protocol):
+    """A line for the phases, and others for other work."""
+
+    def start(self, title: str, total: int) -> Callable[[int], None]:
+        """As `Progress`."""
+        ...
 
 
 @contextlib.contextmanager
 def show_progress() -> Iterator[Display]:
     """Bars with the time left; where standard error is a file or a pipe, lines."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichBars
 
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -43,7 +52,7 @@ def show_progress() -> Iterator[Display]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[text]}"),
     )
-    with Progress(*columns, console=console) as bars:
+    with RichBars(*columns, console=console) as bars:
         yield _Bars(bars)
 
 

@@ -113,6 +113,9 @@ def test_sweep_tables_figures_and_report(folder, tmp_path):
     after = (tmp_path / "tables" / "measured.jsonl").read_text()
     assert after.startswith(noted)  # the first is not measured again
     assert len(after.splitlines()) > len(noted.splitlines())
+    nothing = CliRunner().invoke(app, ["tables", str(path), "none.safetensors", "--data", str(images), "--out", "late"])
+    assert "none.safetensors does not exist" in str(nothing.exception)
+    assert "dense" not in nothing.stderr  # before the first is measured
     rows = json.loads(run("tables", "--json").stdout)
     assert len(rows) == 35
 

@@ -741,6 +741,7 @@ def test_processors_that_are_more_than_that_are_refused():
         ({"do_normalize": False}, "do_normalize is off"),
         ({"rescale_factor": 1 / 127.5}, "rescales by"),
         ({"size": {"shortest_edge": 224}}, "images of many sizes"),
+        ({"resample": 5}, "resizes by"),
     ):
         with pytest.raises(ConfigError, match=message):
             huggingface.data_config(transformers.ViTImageProcessor(**settings))
@@ -772,9 +773,13 @@ def test_checkpoints_keep_how_images_are_made_ready(picture, tmp_path):
     assert dense["images"] == 5
 
 
-def test_a_checkpoint_with_nonsense_for_its_images_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "nonsense",
+    ["all of them", [1, 2], {"mean": "grey", "std": [1, 1, 1]}, {"crop_pct": "most"}, {"interpolation": "magic"}, {}],
+)
+def test_a_checkpoint_with_nonsense_for_its_images_is_refused(nonsense, tmp_path):
     student = sp.sparsify(make(), SPARSE)
-    student.pretrained_cfg = "all of them"
+    student.pretrained_cfg = nonsense
     sp.save(student, tmp_path / "student.safetensors")
-    with pytest.raises(CheckpointError, match="settings with names, the file has 'all of them'"):
+    with pytest.raises(CheckpointError, match="images cannot be made ready as the file says"):
         sp.load(tmp_path / "student.safetensors")

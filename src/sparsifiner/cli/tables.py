@@ -54,7 +54,7 @@ def tables(
     from sparsifiner.errors import ConfigError
     from sparsifiner.report import paper, reproduction
 
-    if (not checkpoints and data is not None) or (checkpoints and data is None):
+    if bool(checkpoints) != (data is not None):
         raise ConfigError("give both checkpoints and --data to measure, or neither")
     common.use_threads(threads)
     rows = paper.paper_rows()
@@ -71,16 +71,14 @@ def tables(
         names = common.names_of(checkpoints)
         choice: dict[str, Any] = {"class_map": class_map, "split": split, "seed": seed, "limit": limit}
         choice |= {"batch_size": batch_size}
+        students = [sp.load(checkpoint) for checkpoint in checkpoints]  # all first: the last may be one that cannot be
         with show_progress() as bars:
-            for number, (checkpoint, name) in enumerate(zip(checkpoints, names, strict=True)):
-                student = sp.load(checkpoint)
+            for number, (student, name) in enumerate(zip(students, names, strict=True)):
                 own: dict[str, Any] = choice | {"preprocess": modes[number % len(modes)]}
                 images = common.loader(student, data, workers=workers, **own)
-                journal = common.journal(out, checkpoint, data, images, own)
+                journal = common.journal(out, checkpoints[number], data, images, own)
                 evaluation = Evaluation(student, images, _named(name, bars.start), journal)
                 measured.append(reproduction.measure_rows(student, name, evaluation, rows))
-                if out is not None:  # what there is so far
-                    reproduction.write(rows, measured, out)
     if out is not None:
         reproduction.write(rows, measured, out)
     if as_json:

@@ -7,23 +7,14 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sparsifiner.files import replacing
+from sparsifiner.progress import Bar
 
 LOG = "log.jsonl"
 # Of a step's time in the running mean: slow enough to read, fast enough to see a change.
 SMOOTHING = 0.05
-
-
-class Bar(Protocol):
-    """A line that shows how far a phase is."""
-
-    def begin(self, title: str, steps: int, done: int) -> None:
-        """A phase begins, or goes on."""
-
-    def update(self, done: int, text: str) -> None:
-        """So many steps are done."""
 
 
 class Log:

@@ -16,12 +16,13 @@ from sparsifiner.calibration import calibrate
 from sparsifiner.convert import conversion_of, reconfigure, restore, sparse_layers
 from sparsifiner.distillation import state
 from sparsifiner.distillation.data import TrainingSet, from_tensors
-from sparsifiner.distillation.log import Bar, Log
+from sparsifiner.distillation.log import Log
 from sparsifiner.distillation.loop import Trainer
 from sparsifiner.distillation.processes import Processes, joined
 from sparsifiner.distillation.recipe import Recipe
-from sparsifiner.distillation.teacher import LiveTeacher, Progress, cached
+from sparsifiner.distillation.teacher import LiveTeacher, cached
 from sparsifiner.errors import CheckpointError, ConfigError
+from sparsifiner.progress import Bar, Progress
 
 RESULT = "student.safetensors"
 CURVES = "curves.png"

@@ -20,8 +20,8 @@ from sparsifiner.convert import find_host
 from sparsifiner.distillation.data import Batch, TrainingSet
 from sparsifiner.errors import CheckpointError, DataError
 from sparsifiner.files import replacing
+from sparsifiner.progress import Progress
 
-Progress = Callable[[str, int], Callable[[int], None]]
 FILL_BATCH = 32  # fixed, so that the file is the same whatever the training's batch is
 
 

@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
-from timm.data.config import resolve_model_data_config
 from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 from torchvision.transforms.functional import to_pil_image, to_tensor
 
 from sparsifiner import digits
 from sparsifiner.convert import conversion_of
-from sparsifiner.data.images import preprocessing
+from sparsifiner.data.images import data_config, preprocessing
 from sparsifiner.errors import ConfigError
 from sparsifiner.explorer.refusal import Refusal
 
@@ -104,11 +103,12 @@ def lens_of(student: nn.Module) -> Lens:
     channels = next(p for p in student.parameters() if p.ndim == 4).shape[1]
     if channels != 3:
         raise ConfigError(f"the page shows models of colour images, this one takes {channels} channels")
-    config = resolve_model_data_config(student)
-    height, width = host.image_size(student)
+    config = data_config(student)
+    _, height, width = config["input_size"]
     # The model's own way to resize and crop at a multiple of its size shows the same part, sharper.
     times = max(1, round(SHOWN / max(height, width)))
-    larger: Any = create_transform(**(config | {"input_size": (3, times * height, times * width)}), is_training=False)
+    enlarged: dict[str, Any] = config | {"input_size": (3, times * height, times * width)}
+    larger: Any = create_transform(**enlarged, is_training=False)
     mean, std = (torch.tensor(config[name]).view(3, 1, 1) for name in ("mean", "std"))
 
     def show(image: Image.Image) -> Image.Image:

@@ -12,13 +12,14 @@ from timm.data.imagenet_info import ImageNetInfo
 from torch import nn
 
 from sparsifiner import __version__, checkpoint, digits
-from sparsifiner.calibration import Progress, calibrate
+from sparsifiner.calibration import calibrate
 from sparsifiner.convert import conversion_of, sparsify, suggest_config
 from sparsifiner.errors import CheckpointError, ConfigError, DataError, SparsifinerError
 from sparsifiner.explorer.pictures import Lens, lens_of
 from sparsifiner.explorer.refusal import Refusal
 from sparsifiner.explorer.samples import Gallery, Sample, digit_samples, file_samples, photo_samples
 from sparsifiner.models import create_host
+from sparsifiner.progress import Progress
 
 # Where nothing else says how sparse.
 KEEP = 0.25

@@ -376,9 +376,6 @@ def _build(description: dict[str, Any]) -> nn.Module:
     import transformers
 
     name: Any = description.get("architecture")
-    data = description.get("data")
-    if not isinstance(data, dict | None):
-        raise CheckpointError(f"how images are made ready should be settings with names, the file has {data!r}")
     kind: Any = getattr(transformers, name, None) if name in MEMBERS else None
     if kind is None:
         raise CheckpointError(
@@ -389,13 +386,27 @@ def _build(description: dict[str, Any]) -> nn.Module:
         model = kind(kind.config_class.from_dict(description["config"]), **description["options"])
         if MEMBERS[name].family.any_size:
             _tower(model).config.image_size = _setting(description["img_size"])
-        model.pretrained_cfg = data
     except Exception as error:  # a config's own checks raise what they like
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"transformers {transformers.__version__} cannot make a {name} of the config in the file: {reason}"
         ) from None
+    model.pretrained_cfg = _checked(description.get("data"))
     return model
+
+
+def _checked(data: Any) -> dict[str, Any] | None:
+    """How images are made ready, as a file has it: what cannot be done should be known before the first image."""
+    from timm.data.config import resolve_data_config
+    from timm.data.transforms_factory import create_transform
+
+    if data is None:
+        return None
+    try:
+        create_transform(**resolve_data_config(pretrained_cfg=dict(data)), is_training=False)
+    except Exception as error:  # whatever nonsense makes it raise
+        raise CheckpointError(f"images cannot be made ready as the file says, {data!r}: {error}") from None
+    return data
 
 
 def data_config(processor: Any) -> dict[str, Any]:
@@ -413,6 +424,8 @@ def data_config(processor: Any) -> dict[str, Any]:
             raise ConfigError(f"{name} does not do all that is needed ({step} is off): make images ready yourself")
     if abs(processor.rescale_factor * 255 - 1) > 1e-6:
         raise ConfigError(f"{name} rescales by {processor.rescale_factor:g}, not to [0, 1]: make images ready yourself")
+    if processor.resample not in range(len(INTERPOLATIONS)):
+        raise ConfigError(f"{name} resizes by {processor.resample!r}, not one of {', '.join(INTERPOLATIONS)}")
     size = _sides(processor.size)
     crop = _sides(processor.crop_size) if getattr(processor, "do_center_crop", False) else size
     if size is None or crop is None or (len(crop) == 1 and crop is size):

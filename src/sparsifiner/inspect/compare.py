@@ -18,6 +18,7 @@ from sparsifiner.inspect.journal import Journal
 from sparsifiner.inspect.statistics import measure
 from sparsifiner.nn.attention import Core, SparseAttention
 from sparsifiner.ops import reference
+from sparsifiner.progress import Progress
 
 # Images on which connections and densities are counted; they vary little from image to image.
 STATISTICS_IMAGES = 32
@@ -165,7 +166,7 @@ class Evaluation:
         self,
         student: nn.Module,
         batches: Iterable[tuple[Tensor, Tensor]],
-        progress: Callable[[str, int], Callable[[int], None]] | None = None,
+        progress: Progress | None = None,
         journal: Journal | None = None,
         dense: nn.Module | None = None,
     ) -> None:
@@ -209,7 +210,7 @@ def compare(
     batches: Iterable[tuple[Tensor, Tensor]],
     forms: Sequence[Form],
     keeps: Sequence[float],
-    progress: Callable[[str, int], Callable[[int], None]] | None = None,
+    progress: Progress | None = None,
 ) -> list[Row]:
     """Runs every form at every keep rate on the same images; the dense model comes first.
 

@@ -122,7 +122,7 @@ def _bare(axes: Any) -> None:
 
 
 def _kept(axes: Any, mask: np.ndarray, scene: Scene, photo: np.ndarray | None = None) -> None:
-    """The patches that are connected, as they are; the others dark."""
+    """The patches that are connected, as they are; the others under grey."""
     rows, columns = scene.grid
     axes.imshow(scene.photo if photo is None else photo, extent=(0, columns, rows, 0), interpolation="bilinear")
     shade = np.full((rows, columns, 4), SHADE)
