@@ -1,10 +1,10 @@
 """Speed on this machine against torch's dense attention: the operator forward and backward at ViT sizes; whole models.
 
 Inputs are those of DeiT-Tiny on real images, calibrated; heads of two layers stand side by side where six are wanted.
-Writes results/speed-operator.csv, speed-backward.csv, speed-model.csv, speed-auto.csv and
+Writes results/speed-operator.csv, speed-backward.csv, speed-model.csv, speed-tuned.csv and
 speed.md, and draws docs/figures/speed.png.
 
-    python benchmarks/speed.py [--seconds 0.5] [--only operator|backward|model|auto]
+    python benchmarks/speed.py [--seconds 0.5] [--only operator|backward|model|tuned]
 """
 
 from __future__ import annotations
@@ -150,25 +150,25 @@ def model(student: torch.nn.Module, small: torch.nn.Module, images: torch.Tensor
             write_csv(rows, RESULTS / "speed-model.csv")
 
 
-def auto(student: torch.nn.Module, images: torch.Tensor, seconds: float) -> None:
-    """Whole models under backend="auto", where sparse attention does not pay, or barely: it must cost nothing."""
+def tuned(student: torch.nn.Module, images: torch.Tensor, seconds: float) -> None:
+    """Whole models after `tune`, where sparse attention does not pay, or barely: it must cost nothing."""
     rows: list[dict[str, Any]] = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
         for pixels, batch in ((224, 1), (224, 8), (384, 1), (384, 8)):
             scaled = resized(student, images[:batch], pixels)
             # At keep 1.0 the host's own attention runs: how far that is from 1 is the noise of the measurement.
-            found = model_rows(student, scaled, (1.0, 0.5, 0.25, 0.1), [None], True, seconds, backend="auto")
+            found = model_rows(student, scaled, (1.0, 0.5, 0.25, 0.1), [None], True, seconds, tuned=True)
             for row in found:
-                row["name"] = f"DeiT-T, {pixels} px, auto, {row['name'].removeprefix('model, ')}"
+                row["name"] = f"DeiT-T, {pixels} px, tuned, {row['name'].removeprefix('model, ')}"
             add(rows, found)
-            write_csv(rows, RESULTS / "speed-auto.csv")
+            write_csv(rows, RESULTS / "speed-tuned.csv")
 
 
 def tables() -> None:
     """The CSV files as Markdown, results/speed.md: speed-ups, per query / with tiles."""
     lines = []
-    kinds = {"operator": "Forward", "backward": "Backward", "model": "Whole model", "auto": "Whole model, auto"}
+    kinds = {"operator": "Forward", "backward": "Backward", "model": "Whole model", "tuned": "Whole model, tuned"}
     for kind, title in kinds.items():
         path = RESULTS / f"speed-{kind}.csv"
         if not path.exists():
@@ -181,7 +181,7 @@ def tables() -> None:
         lines += ["|---|---|---|" + "---:|" * len(keeps)]
         cases: dict[tuple[str, ...], dict[str, list[str]]] = {}
         for row in rows:
-            what = row["name"].split(", sparse")[0] if kind in ("model", "auto") else f"n = {row['n']}"
+            what = row["name"].split(", sparse")[0] if kind in ("model", "tuned") else f"n = {row['n']}"
             case = (
                 f"{what} ({row['batch']}, {row['heads']})",
                 row["threads"],
@@ -202,7 +202,7 @@ def tables() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each candidate")
-    parser.add_argument("--only", choices=("operator", "backward", "model", "auto"))
+    parser.add_argument("--only", choices=("operator", "backward", "model", "tuned"))
     parser.add_argument("--n-down", type=int, default=32)
     parser.add_argument("--tau", type=float, default=0.05)
     arguments = parser.parse_args()
@@ -216,8 +216,8 @@ def main() -> None:
             backward(inputs, arguments.seconds)
     if arguments.only in (None, "model"):
         model(student, small, images, max(1.0, 2 * arguments.seconds))
-    if arguments.only in (None, "auto"):
-        auto(student, images, max(2.0, 4 * arguments.seconds))
+    if arguments.only in (None, "tuned"):
+        tuned(student, images, max(2.0, 4 * arguments.seconds))
     tables()
 
 

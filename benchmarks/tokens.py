@@ -25,7 +25,7 @@ BATCH = 8
 
 
 def forms(token_keeps: tuple[float, ...], keep: float, tile: tuple[int, int]) -> dict[str, dict[str, Any]]:
-    """Token pruning alone, and with sparse attention: forced, and left to measure itself."""
+    """Token pruning alone, and with sparse attention in all layers, per query and in tiles."""
     found: dict[str, dict[str, Any]] = {}
     kinds = {"EViT": {}, "EViT fused": {"fuse": True}, "DynamicViT": {"method": "dynamicvit"}}
     for kind, settings in kinds.items():
@@ -36,14 +36,8 @@ def forms(token_keeps: tuple[float, ...], keep: float, tile: tuple[int, int]) ->
             for residual in (False, True):
                 about = {"tokens": tokens, "keep": keep, "residual": residual}
                 label = f"{name}, keep {keep:g}" + (", residual" if residual else "")
-                found[label] = about | {"backend": "auto"}
-                found[f"{label}, tiles"] = about | {"backend": "auto", "tile": tile}
-            found[f"{name}, keep {keep:g}, always sparse"] = {
-                "tokens": tokens,
-                "keep": keep,
-                "residual": False,
-                "backend": "sparse",
-            }
+                found[label] = about
+                found[f"{label}, tiles"] = about | {"tile": tile}
     found["all tokens"] = {"tokens": None, "keep": 1.0}  # the control: the host again
     return found
 

@@ -17,8 +17,6 @@ if path := os.environ.get("SPARSIFINER_NATIVE"):
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from sparsifiner.nn.attention import SparseAttention
-
 # Set here so that every test process, also one started by hand, leaves the other core to its neighbour.
 torch.set_num_threads(1)
 
@@ -26,12 +24,6 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _stay_sparse(monkeypatch) -> None:
-    """Tests are about what sparse attention computes, not about whether it is faster at toy sizes."""
-    monkeypatch.setattr(SparseAttention, "_may_go_dense", lambda self, x: False)
 
 
 def sharpen(model: nn.Module) -> nn.Module:

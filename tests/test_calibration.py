@@ -128,7 +128,7 @@ def test_host_weights_and_mode_stay(vit, student):
         assert torch.equal(student.state_dict()[name], value)
     assert all(parameter.grad is None for parameter in student.parameters())
     assert all(parameter.requires_grad for parameter in student.parameters())
-    assert not any(layer.observers or layer.always_dense for layer in sparse_layers(student))
+    assert not any(layer.observers or layer.is_dense() for layer in sparse_layers(student))
 
 
 def test_prefix_keys_do_not_use_up_the_budget(student):
@@ -242,7 +242,7 @@ def test_bad_images_are_refused_and_nothing_is_changed(student, images, message)
         sp.calibrate(student, images)
     for name, value in student.state_dict().items():
         assert torch.equal(value, before[name])
-    assert not any(layer.observers or layer.always_dense for layer in sparse_layers(student))
+    assert not any(layer.observers or layer.is_dense() for layer in sparse_layers(student))
 
 
 def test_weights_that_are_not_finite_are_named(student):

@@ -237,3 +237,37 @@ def test_predictors_that_come_with_the_package(name):
 
 def test_there_are_predictors_for_deit_tiny():
     assert "deit_tiny_patch16_224" in checkpoint.ready()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_model_comes_back_in_the_types_it_had(student, tmp_path, host, dtype):
+    student.to(dtype)
+    student.norm.float()  # mixed, as some keep their norms
+    for stored in (None, torch.bfloat16):
+        sp.save(student, tmp_path / "a.safetensors", dtype=stored)
+        loaded = sp.load(tmp_path / "a.safetensors", model=host)
+        assert {n: t.dtype for n, t in loaded.state_dict().items()} == {
+            n: t.dtype for n, t in student.state_dict().items()
+        }
+        if stored is None:
+            for name, tensor in student.state_dict().items():
+                assert torch.equal(loaded.state_dict()[name], tensor)
+    sp.save(student, tmp_path / "predictors.safetensors", host_weights=False)
+    loaded = sp.load(tmp_path / "predictors.safetensors", model=host)  # which has types of its own
+    assert all(tensor.dtype == torch.float32 for tensor in loaded.state_dict().values())
+
+
+@pytest.mark.parametrize("nonsense", ["no such type", "int64", "load", 5, None])
+def test_nonsense_about_types(student, tmp_path, host, nonsense):
+    path = tmp_path / "a.safetensors"
+    sp.save(student, path)
+    rewrite(path, lambda about: about.update(dtypes={"head.bias": nonsense}))
+    with pytest.raises(CheckpointError, match=r"head\.bias cannot be of type"):
+        sp.load(path, model=host)
+
+
+def test_files_of_version_01_have_the_types_of_the_host(student, tmp_path, host):
+    path = tmp_path / "a.safetensors"
+    sp.save(student, path, dtype=torch.bfloat16)
+    rewrite(path, lambda about: about.pop("dtypes"))
+    assert all(tensor.dtype == torch.float32 for tensor in sp.load(path, model=host).state_dict().values())

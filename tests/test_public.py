@@ -16,6 +16,7 @@ def test_public_names():
         "SparseConfig",
         "SparsifinerError",
         "TokenConfig",
+        "TuningReport",
         "__version__",
         "calibrate",
         "capture",
@@ -32,6 +33,7 @@ def test_public_names():
         "sparse_attention",
         "sparsify",
         "suggest_config",
+        "tune",
     ]
     for name in sparsifiner.__all__:
         assert getattr(sparsifiner, name) is not None

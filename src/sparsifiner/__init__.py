@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from sparsifiner.inspect.capture import capture as capture
     from sparsifiner.inspect.features import feature_map as feature_map
     from sparsifiner.inspect.flops import count_flops as count_flops
+    from sparsifiner.inspect.tuning import TuningReport as TuningReport
+    from sparsifiner.inspect.tuning import tune as tune
     from sparsifiner.ops.attention import predict as predict
     from sparsifiner.ops.attention import sparse_attention as sparse_attention
     from sparsifiner.ops.connectivity import Connectivity as Connectivity
@@ -46,6 +48,7 @@ _HOME = {
     "SparseConfig": "config",
     "SparsifinerError": "errors",
     "TokenConfig": "config",
+    "TuningReport": "inspect.tuning",
     "calibrate": "calibration",
     "capture": "inspect.capture",
     "config_of": "convert",
@@ -61,6 +64,7 @@ _HOME = {
     "sparse_attention": "ops.attention",
     "sparsify": "convert",
     "suggest_config": "convert",
+    "tune": "inspect.tuning",
 }
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 
 from sparsifiner import __version__
 from sparsifiner.config import SparseConfig
-from sparsifiner.convert import conversion_of, find_host, sparse_layers, sparsify
+from sparsifiner.convert import conversion_of, converted, find_host, sparse_layers, sparsify
 from sparsifiner.errors import CheckpointError, ConfigError
 from sparsifiner.files import replacing
 from sparsifiner.hosts import OPTIONAL, table
@@ -38,14 +39,20 @@ def save(
         path: where to; by custom ``….safetensors``.
         host_weights: with them, `load` needs nothing else; without, the file holds the predictors only and
             `load` needs the host model.
-        dtype: store the weights in this type, such as ``torch.bfloat16`` for half the size; `load` gives them the
-            model's own.
+        dtype: store the weights in this type, such as ``torch.bfloat16`` for half the size; `load` gives them back
+            the type they have in the model.
+
+    A model with adapters of PEFT is saved with these merged: what the file holds computes what the model does. To go on
+    training adapters, save them with PEFT.
     """
+    student = merged(converted(student))
     record = conversion_of(student)
+    state = {name: tensor for name, tensor in student.state_dict().items() if host_weights or _is_ours(name)}
+    if foreign := next((name for name, value in state.items() if not _is_plain(value)), None):
+        raise CheckpointError(f"{foreign} is no plain tensor and cannot be saved: quantise after loading, not before")
     tensors = {
         name: (tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor).contiguous()
-        for name, tensor in student.state_dict().items()
-        if host_weights or _is_ours(name)
+        for name, tensor in state.items()
     }
     description = {
         "format_version": FORMAT_VERSION,
@@ -56,6 +63,7 @@ def save(
         "model": record.host.describe(student),
         "grids": [list(layer.predictor.grid) for layer in sparse_layers(student)],
         "host_weights": host_weights,
+        "dtypes": {name: _dtype_name(state[name]) for name in tensors if tensors[name].dtype != state[name].dtype},
     }
     target = Path(path)
     if not target.parent.is_dir():
@@ -99,6 +107,8 @@ def load(path: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.
     layers = sparse_layers(student)
     for layer, grid in zip(layers, grids, strict=True):
         layer.predictor.rebase((int(grid[0]), int(grid[1])))
+    if description["host_weights"] and "dtypes" in description:  # version 0.1 did not say, and meant the host's own
+        _retype(student, {name: _dtype_name(tensor) for name, tensor in tensors.items()} | description["dtypes"], path)
     _fill(student, tensors, path, strict=description["host_weights"])
     return student.eval()
 
@@ -126,6 +136,46 @@ def locate(path: str | os.PathLike[str]) -> Path:
 def _is_ours(name: str) -> bool:
     """Whether a weight belongs to what a conversion added to the host."""
     return ".predictor." in name or ".scorer." in name
+
+
+def merged(student: nn.Module) -> nn.Module:
+    """The model itself, or a copy with adapters of PEFT merged into the weights they adapt, if there are any."""
+    if not any(_adapts(module) for module in student.modules()):
+        return student
+    twin = copy.deepcopy(student)
+    for parent in list(twin.modules()):
+        children: list[tuple[str, Any]] = list(parent.named_children())
+        for name, child in children:
+            if hasattr(child, "unload_and_optionally_merge_module"):  # a module trained whole beside the adapters
+                whole = child.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None)
+                setattr(parent, name, whole)
+            elif _adapts(child):
+                child.merge(safe_merge=True)
+                setattr(parent, name, child.get_base_layer())
+    return twin
+
+
+def _adapts(module: Any) -> bool:
+    """Whether it is one of PEFT's, which is not imported for that."""
+    return hasattr(module, "get_base_layer") or hasattr(module, "unload_and_optionally_merge_module")
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_quantized
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _retype(student: nn.Module, dtypes: dict[str, str], path: Any) -> None:
+    """Gives parameters and buffers the types a file says they had."""
+    own: dict[str, torch.Tensor] = dict(student.named_parameters()) | dict(student.named_buffers())
+    for name in own.keys() & dtypes.keys():
+        dtype = getattr(torch, str(dtypes[name]), None)
+        if not isinstance(dtype, torch.dtype) or dtype.is_floating_point != own[name].is_floating_point():
+            raise CheckpointError(f"{path}: its description is damaged: {name} cannot be of type {dtypes[name]!r}")
+        own[name].data = own[name].data.to(dtype)
 
 
 def _untied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

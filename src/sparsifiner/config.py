@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from sparsifiner.errors import ConfigError
 
-BACKENDS = ("auto", "sparse", "cpu", "eager", "reference")
+BACKENDS = ("auto", "cpu", "eager", "reference")
 PATTERNS = ("learned", "window", "axial", "strided", "bigbird", "linformer")
 TOKEN_METHODS = ("evit", "dynamicvit")
 
@@ -47,14 +47,9 @@ class TokenConfig:
         if self.method not in TOKEN_METHODS:
             raise ConfigError(f"unknown token method {self.method!r}: choose one of {', '.join(TOKEN_METHODS)}")
         if self.blocks is not None:
-            if (
-                not isinstance(self.blocks, Sequence)
-                or not self.blocks
-                or not all(_is_int(b) and b >= 0 for b in self.blocks)
-                or sorted(set(self.blocks)) != list(self.blocks)
-            ):
-                raise ConfigError(f"blocks must be ascending whole numbers of at least 0, got {self.blocks!r}")
-            object.__setattr__(self, "blocks", tuple(int(block) for block in self.blocks))
+            object.__setattr__(self, "blocks", _numbers(self.blocks, "blocks", "blocks"))
+            if not self.blocks:
+                raise ConfigError("blocks is an empty list: name some, or None for the usual ones")
         if not isinstance(self.fuse, bool):
             raise ConfigError(f"fuse must be True or False, got {self.fuse!r}")
         if self.fuse and self.method != "evit":
@@ -99,9 +94,10 @@ class SparseConfig:
         residual: add back the low-rank estimate of what was dropped; off is the paper's own output.
         tile: patch queries of a ``(rows, columns)`` tile of the grid share one list of keys; None for a
             list per query. Tiles that do not divide the grid are cut at its border.
-        backend: ``"auto"`` takes the fastest: the best sparse backend, or in inference dense attention where it
-            measures faster on this machine; ``"sparse"`` takes the best sparse backend always; the others are
-            the names `sparsifiner info` lists.
+        backend: what computes it: ``"auto"`` takes the best that can run; the others are the names `sparsifiner info`
+            lists. All compute the same function, to rounding.
+        dense: attention layers, counted from 0, that run the host's dense attention whatever ``keep`` says. `tune`
+            lists those here in which sparse attention is not faster on the machine at hand.
         pattern: how the keys are chosen: ``"learned"`` asks the predictor; ``"window"``, ``"axial"``, ``"strided"`` and
             ``"bigbird"`` take the same B keys for every image, to compare with; ``"linformer"`` takes none and leaves
             everything to the low-rank attention.
@@ -117,6 +113,7 @@ class SparseConfig:
     residual: bool = True
     tile: tuple[int, int] | None = None
     backend: str = "auto"
+    dense: Sequence[int] = ()
     narrow: bool = False
     pattern: str = "learned"
     tokens: TokenConfig | None = None
@@ -146,6 +143,7 @@ class SparseConfig:
             object.__setattr__(self, "tile", _tile(self.tile))
         if self.backend not in BACKENDS:
             raise ConfigError(f"unknown backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
+        object.__setattr__(self, "dense", _numbers(self.dense, "dense", "layers"))
         if self.pattern not in PATTERNS:
             raise ConfigError(f"unknown pattern {self.pattern!r}: choose one of {', '.join(PATTERNS)}")
         if self.pattern != "learned" and self.tile is not None:
@@ -168,6 +166,12 @@ class SparseConfig:
                 "give one number, or one per layer"
             )
         return tuple(self.keep)
+
+    def per_layer(self, num_layers: int) -> tuple[tuple[float, ...], tuple[bool, ...]]:
+        """Of each layer, ``keep`` and whether it is listed in ``dense``; or says what does not fit."""
+        if self.dense and max(self.dense) >= num_layers:
+            raise ConfigError(f"dense lists layer {max(self.dense)}: the model has layers 0 to {num_layers - 1}")
+        return self.keep_per_layer(num_layers), tuple(number in self.dense for number in range(num_layers))
 
     def replace(self, **changes: Any) -> SparseConfig:
         """A copy with some settings changed, validated anew."""
@@ -192,6 +196,8 @@ class SparseConfig:
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
             raise ConfigError(f"unknown setting {unknown[0]!r} in the config: written by a newer version?")
+        if fields.get("backend") == "sparse":  # as version 0.1 called what "auto" is now
+            fields["backend"] = "auto"
         return cls(**fields)
 
 
@@ -207,6 +213,17 @@ def _is_int(value: object) -> bool:
 
 def _is_real(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _numbers(value: object, what: str, of: str) -> tuple[int, ...]:
+    if (
+        not isinstance(value, Sequence)
+        or isinstance(value, str)
+        or not all(_is_int(number) and number >= 0 for number in value)
+        or sorted(set(value)) != list(value)
+    ):
+        raise ConfigError(f"{what} must be ascending numbers of {of}, counted from 0, got {value!r}")
+    return tuple(int(number) for number in value)
 
 
 def _keep_rate(value: object, what: str = "keep") -> float:

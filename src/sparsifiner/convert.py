@@ -30,7 +30,7 @@ class Conversion:
     host_name: str
     config: SparseConfig
     grid: TokenGrid
-    watcher: Any
+    watchers: list[Any]
     scorers: dict[int, TokenScorer]
 
     @property
@@ -105,7 +105,7 @@ def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
         student = copy.deepcopy(model)
         sites = list(host.sites(student))
         grid = host.grid(student)
-        for site, keep in zip(sites, config.keep_per_layer(len(sites)), strict=True):
+        for site, keep, dense in zip(sites, *config.per_layer(len(sites)), strict=True):
             site.put(
                 SparseAttention(
                     site.module,
@@ -113,16 +113,40 @@ def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
                     grid,
                     num_heads=site.num_heads,
                     head_dim=site.head_dim,
-                    scale=site.scale,
                     config=config,
                     keep=keep,
+                    dense=dense,
                 )
             )
         scorers: dict[int, TokenScorer] = {}
         install_pruning(student, host, grid, config.tokens, scorers)
-    record = Conversion(host.name, config, grid, host.watch(student, grid), scorers)
-    setattr(student, _RECORD, record)
+    watchers = [
+        student.register_forward_pre_hook(_Entrance(grid)),
+        student.register_forward_hook(_Exit(grid), always_call=True),
+        host.watch(student, grid),
+    ]
+    setattr(student, _RECORD, Conversion(host.name, config, grid, watchers, scorers))
     return student
+
+
+@dataclasses.dataclass
+class _Entrance:
+    """Tells the grid that a call of the model begins. An object, so that a deep copy tells the copy's own grid."""
+
+    grid: TokenGrid
+
+    def __call__(self, model: nn.Module, inputs: Any) -> None:
+        self.grid.enter()
+
+
+@dataclasses.dataclass
+class _Exit:
+    """Tells the grid that a call of the model is over."""
+
+    grid: TokenGrid
+
+    def __call__(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        self.grid.leave()
 
 
 def restore(student: nn.Module) -> nn.Module:
@@ -134,13 +158,14 @@ def restore(student: nn.Module) -> nn.Module:
 def restore_in_place(dense: nn.Module) -> nn.Module:
     """Makes a converted model the host again, itself."""
     record = conversion_of(dense)
-    record.watcher.remove()
+    for watcher in record.watchers:
+        watcher.remove()
     delattr(dense, _RECORD)
     remove_pruning(dense, record.host)
     for parent in list(dense.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, SparseAttention):
-                setattr(parent, name, child.host)
+                setattr(parent, name, child.release())
     return dense
 
 
@@ -155,11 +180,11 @@ def reconfigure(student: nn.Module, **changes: Any) -> None:
     record = conversion_of(student)
     config = record.config.replace(**changes)
     layers = sparse_layers(student)
-    keeps = config.keep_per_layer(len(layers))
+    keeps, dense = config.per_layer(len(layers))
     if config.tokens != record.config.tokens:
         install_pruning(student, record.host, record.grid, config.tokens, record.scorers)
-    for layer, keep in zip(layers, keeps, strict=True):
-        layer.configure(config, keep)
+    for layer, keep, is_dense in zip(layers, keeps, dense, strict=True):
+        layer.configure(config, keep, is_dense)
     record.config = config
 
 
@@ -171,6 +196,11 @@ def conversion_of(student: nn.Module) -> Conversion:
             f"{type(student).__name__} is not a converted model: call sparsify(model, SparseConfig(...)) first"
         )
     return record
+
+
+def converted(model: nn.Module) -> nn.Module:
+    """The converted model itself, where a wrapper was given: of PEFT, DataParallel, torch.compile and the like."""
+    return next((module for module in model.modules() if _RECORD in module.__dict__), model)
 
 
 def config_of(student: nn.Module) -> SparseConfig:
@@ -185,15 +215,13 @@ def sparse_layers(student: nn.Module) -> list[SparseAttention]:
 
 @contextlib.contextmanager
 def dense_mode(student: nn.Module) -> Iterator[None]:
-    """Within it all tokens stay and every layer runs dense attention: the teacher without a second model."""
-    layers, grid = sparse_layers(student), conversion_of(student).grid
-    before, pruned = [layer.always_dense for layer in layers], grid.prunes
-    for layer in layers:
-        layer.always_dense = True
-    grid.prunes = False
+    """Within it all tokens stay and every layer runs dense attention: the teacher without a second model.
+
+    Calls of other threads are not concerned.
+    """
+    grid = conversion_of(student).grid
+    before, grid.dense = grid.dense, True
     try:
         yield
     finally:
-        for layer, was_dense in zip(layers, before, strict=True):
-            layer.always_dense = was_dense
-        grid.prunes = pruned
+        grid.dense = before

@@ -55,7 +55,7 @@ def test_every_form_against_dense(student, batches):
     assert rows[4].attention_macs > rows[2].attention_macs  # the residual is counted
     assert rows[8].attention_macs is None  # an oracle saves nothing: no count is claimed
     assert sp.config_of(student) == before
-    assert all(layer.core is None and not layer.always_dense for layer in sparse_layers(student))
+    assert all(layer.core is None and not layer.is_dense() for layer in sparse_layers(student))
 
 
 def test_the_oracle_keeps_the_most_attention_there_is(student, photos):
@@ -104,7 +104,7 @@ def test_failures_leave_the_student_as_it_was(student, photos):
     with pytest.raises(DataError, match="no images"):
         comparing.compare(student, [], [comparing.RESIDUAL], [0.2])
     assert sp.config_of(student) == before
-    assert not any(layer.always_dense for layer in sparse_layers(student))
+    assert not any(layer.is_dense() for layer in sparse_layers(student))
 
 
 def test_tables(student, batches):

@@ -3,6 +3,8 @@ import copy
 import pytest
 import torch
 
+import sparsifiner as sp
+from sparsifiner.convert import sparse_layers
 from sparsifiner.errors import ConfigError
 from sparsifiner.nn.predictor import ConnectivityPredictor
 
@@ -62,3 +64,14 @@ def test_a_copy_is_independent():
         twin.w_up.zero_()
         assert twin.at((6, 6))[1].abs().sum() == 0
         assert torch.equal(predictor.at((6, 6))[1], before)
+
+
+@torch.inference_mode()
+def test_a_model_copied_in_inference_mode_runs_and_sees_changes(vit, photos):
+    """Torch counts no changes of such weights: nothing derived from them may be kept."""
+    student = copy.deepcopy(sp.sparsify(vit, sp.SparseConfig(0.3, n_down=5, tau=0.0)))
+    before = student(photos)
+    assert torch.equal(student(photos), before)
+    for layer in sparse_layers(student):
+        layer.predictor.w_up.copy_(layer.predictor.w_up.roll(7, -1))
+    assert not torch.allclose(student(photos), before, atol=1e-4)

@@ -552,7 +552,7 @@ def test_nothing_out_of_bounds_goes_down(change, message):
 )
 def test_what_the_kernels_cannot_take(tensor, landmarks, reason):
     assert reason in cpu.can_run(tensor, landmarks)
-    assert dispatch.resolve("sparse", tensor, landmarks) is eager
+    assert dispatch.resolve("auto", tensor, landmarks) is eager
     with pytest.raises(BackendError, match=reason):
         dispatch.resolve("cpu", tensor, landmarks)
 

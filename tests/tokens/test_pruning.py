@@ -374,10 +374,10 @@ class TestDynamicViT:
         grid = conversion_of(student).grid
         assert grid.cells is None
         assert set(grid.presence.unique().tolist()) <= {0.0, 1.0}
-        first, second = grid.shares
+        first, second = grid.latest.shares
         assert bool((second <= first).all())
         assert torch.equal(second, grid.presence[:, 1:].mean(1))
-        loss = ratio_loss(grid, sp.config_of(student).tokens)
+        loss = ratio_loss(grid.latest.shares, sp.config_of(student).tokens)
         torch.testing.assert_close(loss, ((first.mean() - 0.6) ** 2 + (second.mean() - 0.36) ** 2) / 2)
         (logits.square().sum() + loss).backward()
         for block in pruning_blocks(student):

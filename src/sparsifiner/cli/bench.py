@@ -213,16 +213,21 @@ def _model_rows(model, checkpoint, image_size, keeps, tiles, residual, batch, se
 
 
 def model_rows(
-    student, images, keeps, tiles, residual: bool, seconds: float, *, narrow: bool = False, backend: str = "sparse"
+    student, images, keeps, tiles, residual: bool, seconds: float, *, narrow: bool = False, tuned: bool = False
 ) -> list[dict[str, Any]]:
-    """A whole model in several forms, with the ceiling that Amdahl's law sets."""
+    """A whole model in several forms, with the ceiling that Amdahl's law sets; all layers sparse, or where it pays."""
+    from sparsifiner.convert import reconfigure
     from sparsifiner.inspect import speed
+    from sparsifiner.inspect.tuning import time_layers
 
     forms = {}
     for keep in keeps:
         for tile in tiles:
             name = f"sparse, keep {keep:g}" + (f", tile {tile[0]}x{tile[1]}" if tile else "")
-            forms[name] = {"keep": keep, "tile": tile, "residual": residual, "narrow": narrow, "backend": backend}
+            forms[name] = {"keep": keep, "tile": tile, "residual": residual, "narrow": narrow, "dense": ()}
+            if tuned:
+                reconfigure(student, **forms[name])
+                forms[name]["dense"] = time_layers(student, images).dense
     times = speed.take_turns(speed.model_runs(student, images, forms), seconds, least=3)
     share = speed.core_share(student, images, seconds)
     p = speed.problem_from(student, images[:1], (0,))

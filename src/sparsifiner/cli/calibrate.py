@@ -33,6 +33,7 @@ def calibrate(
     predictors_only: Annotated[
         bool, typer.Option("--predictors-only", help="Leave the host's weights out of the file.")
     ] = False,
+    tune: common.Tune = False,
     threads: common.Threads = None,
     as_json: common.AsJson = False,
 ) -> None:
@@ -42,6 +43,7 @@ def calibrate(
     --out student.safetensors`
     """
     import sparsifiner as sp
+    from sparsifiner.inspect.tuning import time_layers
 
     common.use_threads(threads)
     host = common.host_model(model, weights, image_size)
@@ -62,10 +64,17 @@ def calibrate(
     )
     with show_progress() as bars:
         report = sp.calibrate(student, source, progress=bars.start)
+        timing = time_layers(student, source, progress=bars.start)
     common.say_skipped(source)
+    if tune:
+        sp.reconfigure(student, dense=timing.dense)
     sp.save(student, out, host_weights=not predictors_only)
+    if not tune:
+        common.say_where_dense_is_faster(timing)
     if as_json:
-        common.print_json(report.to_dict() | {"checkpoint": str(out)})
+        common.print_json(report.to_dict() | {"checkpoint": str(out), "timing": timing.to_dict(), "tuned": tune})
     else:
         typer.echo(str(report))
+        if tune:
+            typer.echo(str(timing))
         typer.echo(f"wrote {out}")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sparsifiner.config import TokenConfig
     from sparsifiner.data.images import ImageLoader
     from sparsifiner.inspect.journal import Journal
+    from sparsifiner.inspect.tuning import TuningReport
 
 DATA = "A folder or a .tar of class folders, wds/SHARDS (WebDataset tars on disk), or hfds/NAME (Hugging Face)."
 
@@ -57,6 +58,10 @@ Split = Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")]
 BatchSize = Annotated[int, typer.Option(min=1, help="Images per batch.")]
 Workers = Annotated[int, typer.Option(min=0, help="Processes that decode images beside the model.")]
 SkipUnreadable = Annotated[bool, typer.Option("--skip-unreadable", help="Pass over broken images and count them.")]
+Tune = Annotated[
+    bool,
+    typer.Option("--tune", help="Make layers dense in which sparse attention is not faster on this machine."),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores if not given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print figures as JSON.")]
 
@@ -183,6 +188,17 @@ def say_skipped(images: ImageLoader) -> None:
         typer.echo(f"skipped {name}: {reason}", err=True)
     if images.skipped:
         typer.echo(f"skipped {len(images.skipped)} of {images.num_images} images", err=True)
+
+
+def say_where_dense_is_faster(timing: TuningReport, already: Sequence[int] = ()) -> None:
+    """One line if sparse attention does not pay somewhere here; layers that are ``already`` dense go without saying."""
+    slower = set(timing.dense) - set(already)
+    if slower:
+        typer.echo(
+            f"dense attention is as fast or faster here in {len(slower)} of {len(timing.layers)} layers "
+            f"({timing.conditions}): sparsifiner.tune, or --tune of calibrate and train, makes these layers dense",
+            err=True,
+        )
 
 
 def print_table(table: Any) -> None:

@@ -43,6 +43,7 @@ def evaluate(
     """
     import sparsifiner as sp
     from sparsifiner.inspect.compare import Form, compare
+    from sparsifiner.inspect.tuning import time_layers
     from sparsifiner.report.tables import comparison
 
     common.use_threads(threads)
@@ -74,7 +75,9 @@ def evaluate(
     with show_progress() as bars:
         form = Form("sparse", needs_keep=False)
         rows = compare(student, images, [form], [], bars.start)
+        timing = time_layers(student, images, progress=bars.start)
     common.say_skipped(images)
+    common.say_where_dense_is_faster(timing, sp.config_of(student).dense)
     if as_json:
         common.print_json(
             {"config": dataclasses.asdict(sp.config_of(student)), "rows": [row.to_dict() for row in rows]}

@@ -228,12 +228,13 @@ class Joint(nn.Module):
         with observing(watched, observe), watching(self.last_block[0]) as tokens, _with_core(replaced, core):
             logits = self.host.logits(self.student(images))
         attention = torch.stack(found).mean() if found else logits.new_zeros(())
-        grid, last = conversion_of(self.student).grid, tokens[-1]
-        if grid.num_fused:  # has no counterpart in the teacher
-            last = torch.cat([last[:, : grid.num_prefix], last[:, grid.prefix :]], dim=1)
-        pruning = conversion_of(self.student).config.tokens
-        ratio = ratio_loss(grid, pruning) if pruning and grid.shares else logits.new_zeros(())
-        return Passed(logits, last, grid.cells, grid.presence, attention, ratio)
+        record, last = conversion_of(self.student), tokens[-1]
+        call, prefix = record.grid.latest, record.grid.num_prefix
+        if call.num_fused:  # has no counterpart in the teacher
+            last = torch.cat([last[:, :prefix], last[:, prefix + call.num_fused :]], dim=1)
+        pruning = record.config.tokens
+        ratio = ratio_loss(call.shares, pruning) if pruning and call.shares else logits.new_zeros(())
+        return Passed(logits, last, call.cells, call.presence, attention, ratio)
 
 
 def joint_losses(recipe: Recipe, batch: Batch, targets: Targets, passed: Passed) -> dict[str, Tensor]:

@@ -22,11 +22,13 @@ from sparsifiner.distillation.processes import Processes, joined
 from sparsifiner.distillation.recipe import Recipe
 from sparsifiner.distillation.teacher import LiveTeacher, cached
 from sparsifiner.errors import CheckpointError, ConfigError
+from sparsifiner.inspect.tuning import time_layers
 from sparsifiner.progress import Bar, Progress
 
 RESULT = "student.safetensors"
 CURVES = "curves.png"
 TEACHER = "teacher.safetensors"
+TUNING_IMAGES = 8  # timed in one batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,7 @@ def distill(
     resume: str | os.PathLike[str] = "auto",
     evaluate: Callable[[nn.Module], float] | None = None,
     teacher_cache: str | os.PathLike[str] | None = None,
+    tune: bool = False,
     workers: int = 0,
     device: str | None = None,
     tensorboard: bool = False,
@@ -80,6 +83,8 @@ def distill(
         evaluate: from the student to its top-1 on data of your own, after every epoch of phase 2; the best is kept.
         teacher_cache: where the teacher's outputs are kept, if the recipe says so; in ``out`` if not given. Runs of the
             same teacher on the same images can share it.
+        tune: make layers dense in which sparse attention is not faster on this machine, before training them; a run
+            that is resumed stays as it was.
         workers: processes that read images.
         device: ``"cpu"`` or ``"cuda"``; a GPU if there is one.
         tensorboard: also write event files.
@@ -106,8 +111,12 @@ def distill(
         reconfigure(student, keep=recipe.keep, **changes)
         if folder is not None and processes.first:
             _make(folder)
-        if resumed is None:
+        if resumed is not None:
+            reconfigure(student, dense=checkpoint.describe(resumed)["config"].get("dense", ()))
+        else:
             _start(student, training, recipe, progress if processes.first else None)
+            if tune:
+                _tune(student, training, processes)
         targets = None
         if dense is not None:
             dense.to(processes.device)
@@ -187,6 +196,18 @@ def _start(student: nn.Module, data: TrainingSet, recipe: Recipe, progress: Prog
         chosen = sorted(torch.randperm(len(data), generator=generator)[:count].tolist())
         samples = [sample for index in chosen if isinstance(sample := data.images[index], tuple)]
         calibrate(student, torch.stack([image for image, _ in samples]), progress=progress)
+
+
+def _tune(student: nn.Module, data: TrainingSet, processes: Processes) -> None:
+    """What pays on the first process's machine holds for all."""
+    layers = sparse_layers(student)
+    dense = torch.zeros(len(layers), device=processes.device)
+    if processes.first:
+        samples = (data.images[index] for index in range(min(TUNING_IMAGES, len(data))))
+        images = torch.stack([sample[0] for sample in samples if isinstance(sample, tuple)])
+        dense[list(time_layers(student, images).dense)] = 1
+    processes.share([dense])
+    reconfigure(student, dense=dense.nonzero().flatten().tolist())
 
 
 @torch.no_grad()

@@ -25,7 +25,6 @@ class Site:
     adapter: AttentionAdapter
     num_heads: int
     head_dim: int
-    scale: float
 
     def put(self, module: nn.Module) -> None:
         """Stands another module in its place."""

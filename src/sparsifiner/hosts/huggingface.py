@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,14 +66,22 @@ def _mixing(attention: Any, *, name: str) -> Tensor:
     return getattr(attention, name).weight
 
 
-def _adapter(name: str) -> AttentionAdapter:
-    """For attention whose output projection has this name."""
+def _scale(attention: Any, *, name: str) -> float:
+    return getattr(attention, name)
+
+
+def _adapter(projection: str, scale: str) -> AttentionAdapter:
+    """For attention whose output projection and scale have these names."""
     return AttentionAdapter(
-        qkv=_qkv, project=partial(_project, name=name), mixing=partial(_mixing, name=name), arguments=_arguments
+        qkv=_qkv,
+        project=functools.partial(_project, name=projection),
+        mixing=functools.partial(_mixing, name=projection),
+        scale=functools.partial(_scale, name=scale),
+        arguments=_arguments,
     )
 
 
-O_PROJ, OUT_PROJ = _adapter("o_proj"), _adapter("out_proj")
+O_PROJ, OUT_PROJ = _adapter("o_proj", "scaling"), _adapter("out_proj", "scale")
 
 
 def _attend(block: Any, x: Tensor, *arguments: Any, place: str, norm: str, after: tuple[str, ...], **settings: Any):
@@ -98,9 +107,9 @@ def _halves(
 ) -> BlockAdapter:
     """For blocks with these norms before attention and feed-forward part, and these modules after each."""
     return BlockAdapter(
-        attend=partial(_attend, place=place, norm=norms[0], after=after[0]),
-        feed=partial(_feed, norm=norms[1], after=after[1]),
-        dim=partial(_width, norm=norms[0]),
+        attend=functools.partial(_attend, place=place, norm=norms[0], after=after[0]),
+        feed=functools.partial(_feed, norm=norms[1], after=after[1]),
+        dim=functools.partial(_width, norm=norms[0]),
     )
 
 
@@ -111,7 +120,6 @@ class _Attention:
     kind: str
     adapter: AttentionAdapter = O_PROJ
     heads: str = "num_attention_heads"
-    scale: str = "scaling"
     dropout: str = "attention_dropout"
     setting: str = "attention_probs_dropout_prob"  # the dropout in the config
 
@@ -182,7 +190,6 @@ CLIP = _Family(
         "CLIPAttention",
         adapter=OUT_PROJ,
         heads="num_heads",
-        scale="scale",
         dropout="dropout",
         setting="attention_dropout",
     ),
@@ -253,7 +260,40 @@ class _Site(Site):
             from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
             maybe_install_capturing_hooks(self.recorder)  # pyright: ignore[reportArgumentType]
+            _make_picklable(self.recorder)
         super().put(module)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recorder:
+    """A hook of transformers that records outputs, which is a local function and so cannot be pickled, made anew."""
+
+    key: str
+    index: int
+    capture_initial_hidden_state: bool
+
+    @functools.cached_property
+    def hook(self) -> Callable[..., None]:
+        """As transformers makes it."""
+        from transformers.utils.output_capturing import install_output_capuring_hook
+
+        blank = nn.Identity()
+        install_output_capuring_hook(blank, **dataclasses.asdict(self))
+        return next(iter(blank._forward_hooks.values()))
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.hook(module, inputs, output)
+
+    def __reduce__(self) -> tuple:
+        return _Recorder, dataclasses.astuple(self)
+
+
+def _make_picklable(model: nn.Module) -> None:
+    names = {field.name for field in dataclasses.fields(_Recorder)}
+    for module in model.modules():
+        for number, hook in module._forward_hooks.items():
+            if inspect.isfunction(hook) and names <= (settings := inspect.getclosurevars(hook).nonlocals).keys():
+                module._forward_hooks[number] = _Recorder(**{name: settings[name] for name in names})
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
@@ -271,7 +311,6 @@ def _sites(model: nn.Module) -> Iterator[Site]:
                 adapter=attention.adapter,
                 num_heads=getattr(module, attention.heads),
                 head_dim=module.head_dim,
-                scale=getattr(module, attention.scale),
                 recorder=_tower(model).get_submodule(family.recorder),
             )
 
@@ -340,7 +379,8 @@ class _GridWatcher:
     def __call__(self, embeddings: Any, inputs: tuple[Any, ...], settings: dict[str, Any]) -> None:
         pixels = inputs[0] if inputs else settings["pixel_values"]
         height, width = pixels.shape[-2:]
-        if not self.any_size and not settings.get("interpolate_pos_encoding"):
+        fixed = not self.any_size and not settings.get("interpolate_pos_encoding")
+        if fixed:
             expected = _pair(embeddings.image_size)
             if (height, width) != expected:
                 raise DataError(
@@ -348,7 +388,8 @@ class _GridWatcher:
                     "resize them, or call it with interpolate_pos_encoding=True"
                 )
         patch = _pair(embeddings.patch_size)
-        self.grid.begin((height // patch[0], width // patch[1]))  # what is left over at the edges, it ignores
+        # What is left over at the edges, it ignores.
+        self.grid.begin((height // patch[0], width // patch[1]), only=fixed)
 
 
 def _watch(model: nn.Module, grid: TokenGrid) -> Any:

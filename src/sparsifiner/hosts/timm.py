@@ -54,6 +54,10 @@ def _mixing(attention: Any) -> Tensor:
     return attention.proj.weight
 
 
+def _scale(attention: Any) -> float:
+    return attention.scale
+
+
 def _arguments(
     attention: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
 ) -> tuple[Tensor, str | None]:
@@ -62,7 +66,9 @@ def _arguments(
 
 # By exact type: a subclass may compute something else.
 ADAPTERS = {
-    timm_attention.Attention: AttentionAdapter(qkv=_qkv, project=_project, mixing=_mixing, arguments=_arguments)
+    timm_attention.Attention: AttentionAdapter(
+        qkv=_qkv, project=_project, mixing=_mixing, scale=_scale, arguments=_arguments
+    )
 }
 
 
@@ -78,7 +84,9 @@ class _GridWatcher:
     def __call__(self, patch_embed: Any, inputs: tuple[Any, ...]) -> None:
         height, width = inputs[0].shape[-2:]
         expected = patch_embed.img_size
+        fixed = False
         if expected is not None and getattr(patch_embed, "strict_img_size", True):
+            fixed = True
             if (height, width) != tuple(expected):
                 raise DataError(
                     f"images are {height} x {width} but the model takes {expected[0]} x {expected[1]}: "
@@ -89,7 +97,7 @@ class _GridWatcher:
             if height % patch[0] or width % patch[1]:
                 raise DataError(f"images are {height} x {width}, not a whole number of {patch[0]} x {patch[1]} patches")
         rows, columns = patch_embed.dynamic_feat_size((height, width))
-        self.grid.begin((int(rows), int(columns)))
+        self.grid.begin((int(rows), int(columns)), only=fixed)
 
 
 def _watch(model: Any, grid: TokenGrid) -> Any:
@@ -132,7 +140,6 @@ def _sites(model: Any) -> Iterator[Site]:
                 adapter=adapter,
                 num_heads=module.num_heads,
                 head_dim=module.head_dim,
-                scale=module.scale,
             )
 
 

@@ -139,16 +139,14 @@ def running_as(student: nn.Module, form: Form, keep: float | None) -> Iterator[N
         if form.name == DENSE.name:
             stack.enter_context(dense_mode(student))
         try:
-            # Not "auto": where dense attention is faster, that would be measured in place of what is asked for.
-            backend = "sparse" if before.backend == "auto" else before.backend
-            reconfigure(student, backend=backend, **form.changes, **({} if keep is None else {"keep": keep}))
+            reconfigure(student, **form.changes, **({} if keep is None else {"keep": keep}))
             for layer in layers:
                 layer.core = form.core
             yield
         finally:
             for layer in layers:
                 layer.core = None
-            reconfigure(student, **{field: getattr(before, field) for field in ("keep", "backend", *form.changes)})
+            reconfigure(student, **{field: getattr(before, field) for field in ("keep", *form.changes)})
 
 
 class Evaluation:

@@ -52,8 +52,9 @@ def feature_map(
         for block in blocks:
             stack.callback(block.register_forward_hook(paint).remove)
         student(images)
-    rows, columns = grid.size
+    call = grid.latest
+    rows, columns = call.size
     kept = torch.ones(len(images), rows * columns, dtype=torch.bool, device=canvas[0].device)
-    if grid.cells is not None:
-        kept = torch.zeros_like(kept).scatter_(1, grid.cells, True)
+    if call.cells is not None:
+        kept = torch.zeros_like(kept).scatter_(1, call.cells, True)
     return canvas[0].mT.unflatten(2, (rows, columns)), kept.unflatten(1, (rows, columns))

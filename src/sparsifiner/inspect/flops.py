@@ -179,7 +179,7 @@ def layer_tokens(student: nn.Module) -> list[BlockTokens]:
     """How many tokens each layer's attention and feed-forward part see at the model's own input size."""
     record, depth, tokens = conversion_of(student), len(sparse_layers(student)), config_of(student).tokens
     grid = record.host.grid(student)
-    if tokens is None or not record.grid.prunes:  # not in `dense_mode`
+    if tokens is None or record.grid.dense:
         return [BlockTokens(grid.num_prefix, grid.num_tokens, grid.num_tokens)] * depth
     return tokens.layer_tokens(grid.num_tokens - grid.num_prefix, grid.num_prefix, depth)
 
@@ -187,7 +187,7 @@ def layer_tokens(student: nn.Module) -> list[BlockTokens]:
 def _scorers(student: nn.Module, grid: TokenGrid) -> int:
     """The networks that choose tokens: every linear map, once for each token that is there before the choice."""
     patches, total = grid.num_tokens - grid.num_prefix, 0
-    for block in pruning_blocks(student) if conversion_of(student).grid.prunes else ():
+    for block in pruning_blocks(student) if not conversion_of(student).grid.dense else ():
         if block.scorer is not None:
             total += patches * sum(m.weight.numel() for m in block.scorer.modules() if isinstance(m, nn.Linear))
         patches = block.config.kept(patches)

@@ -238,7 +238,7 @@ def multiply_adds(p: Problem, budget: int, tile: Tile, residual: bool) -> tuple[
     """Of dense and of sparse attention, per call; connections and densities as they are in these inputs."""
     batch, heads, n, d = p.q.shape
     m, patches = p.w_down.shape[1], n - p.num_prefix
-    connectivity, estimate = _connect(p, budget, tile, "sparse")
+    connectivity, estimate = _connect(p, budget, tile, "auto")
     connections = float(connectivity.connections().sum())
     survivors = float((estimate.a_down > p.tau).double().mean())
     basis = float((p.w_up > p.basis_threshold).double().mean())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from sparsifiner import config as configuration
 from sparsifiner.errors import ConfigError
-from sparsifiner.nn.grid import TokenGrid
+from sparsifiner.nn.grid import PerThread, TokenGrid
 from sparsifiner.nn.patterns import pattern_connectivity, pattern_mask
 from sparsifiner.nn.predictor import ConnectivityPredictor
-from sparsifiner.ops import cost, dispatch
+from sparsifiner.nn.standin import StandIn
+from sparsifiner.ops import dispatch
 from sparsifiner.ops.attention import (
     Residual,
     class_attention,
@@ -35,6 +36,7 @@ class AttentionAdapter:
         qkv: from the host module and tokens ``[batch, n, D]`` to q, k, v ``[batch, heads, n, d]``.
         project: from the host module, heads' output ``[batch, heads, n, d]`` and the tokens to what the module returns.
         mixing: the matrix ``[D, heads * d]`` in `project` that mixes the heads.
+        scale: what the host module multiplies its logits by.
         arguments: from the host module and what it is called with to the tokens ``[batch, n, D]``, and a line that says
             why sparse attention cannot do what else is asked for, or None if it can.
     """
@@ -42,6 +44,7 @@ class AttentionAdapter:
     qkv: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
     project: Callable[[Any, Tensor, Tensor], Any]
     mixing: Callable[[Any], Tensor]
+    scale: Callable[[Any], float]
     arguments: Callable[..., tuple[Tensor, str | None]]
 
 
@@ -67,14 +70,14 @@ class Observation:
 Core = Callable[["SparseAttention", Tensor, Tensor, Tensor], Tensor]
 
 
-class SparseAttention(nn.Module):
+class SparseAttention(StandIn):
     """Sparse attention with the parameters, names and results of the host module it replaces.
 
-    The host's submodules are registered under their own names, so the host's parameters keep their keys;
-    ours are added under ``predictor``. Where the budget covers all tokens the host module itself runs.
+    The host's submodules are its own, so the host's parameters keep their keys; ours are added under ``predictor``.
+    Where the budget covers all tokens the host module itself runs.
     """
 
-    host: nn.Module
+    ADDED = ("predictor",)
 
     def __init__(
         self,
@@ -84,44 +87,49 @@ class SparseAttention(nn.Module):
         *,
         num_heads: int,
         head_dim: int,
-        scale: float,
         config: configuration.SparseConfig,
         keep: float,
+        dense: bool = False,
     ) -> None:
-        super().__init__()
-        # Beside the module tree, or every host parameter would appear in the state dict twice.
-        self.__dict__["host"] = host
-        for name, child in host.named_children():
-            self.add_module(name, child)
+        super().__init__(host)
         self.adapter = adapter
         self.grid = grid
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.scale = scale
         self.predictor = ConnectivityPredictor(num_heads, config.n_down, grid.size, grid.num_prefix)
         reference = next(host.parameters())
         self.predictor.to(reference.device, reference.dtype)
-        self.always_dense = False
-        self.observers: list[Callable[[Observation], None]] = []
-        self.costs = cost.Decisions()
+        self._observers = PerThread(list)
         self._groups: tuple[tuple, Tensor] | None = None  # of the last grid and tile
         self._pattern: tuple[tuple, Tensor] | None = None  # of the last grid, pattern and budget
-        # Whether a block that drops tokens wants to know how much attention each token gets from the class token, or
-        # from the mean patch where there is no class token; see `take_class_attention`.
-        self.ranks: Literal["class", "pooled"] | None = None
-        self._class_attention: Tensor | None = None
         self.core: Core | None = None  # stands in for predict-and-attend: oracles and baselines to compare with
-        self.configure(config, keep)
-        self.train(host.training)
+        self.configure(config, keep, dense)
+        self.complete()
 
-    def configure(self, config: configuration.SparseConfig, keep: float) -> None:
-        """Takes new settings; only ``n_down`` is fixed, by the shape of the parameters."""
+    @property
+    def scale(self) -> float:
+        """Of the logits: the host's."""
+        return self.adapter.scale(self.host)
+
+    @property
+    def observers(self) -> list[Callable[[Observation], None]]:
+        """Those who are shown what this thread's calls attend to."""
+        return self._observers.state
+
+    def configure(self, config: configuration.SparseConfig, keep: float, dense: bool) -> None:
+        """Takes new settings; only ``n_down`` is fixed, by the shape of the parameters.
+
+        Args:
+            config: of the whole model.
+            keep: of this layer.
+            dense: whether this layer runs dense, whatever it could keep.
+        """
         if config.n_down != self.predictor.n_down:
             raise ConfigError(
                 f"n_down is {self.predictor.n_down} in this model's predictors and cannot become {config.n_down}: "
                 "sparsify the dense model anew"
             )
-        self.config, self.keep = config, keep
+        self.config, self.keep, self.dense = config, keep, dense
 
     def budget(self) -> int:
         """``B``: how many keys a patch query selects; a share of the whole grid, however many tokens are left."""
@@ -131,81 +139,29 @@ class SparseAttention(nn.Module):
         """Whether attention over so many tokens, or over all of the grid, is dense."""
         n = self.grid.num_tokens if num_tokens is None else num_tokens
         covers = self.core is None and self.config.pattern != "linformer" and self.budget() >= n
-        return self.always_dense or covers
-
-    def train(self, mode: bool = True) -> SparseAttention:
-        """Sets the mode of the host module too: it stands beside the module tree."""
-        super().train(mode)
-        self.host.train(mode)
-        return self
+        return self.grid.dense or self.dense or covers
 
     def forward(self, *arguments: Any, **settings: Any) -> Any:
         """Takes and returns what the host module does; a mask is only possible where the layer is dense."""
-        x, refusal = self.adapter.arguments(self.host, *arguments, **settings)
+        host, call = self.host, self.grid.call
+        x, refusal = self.adapter.arguments(host, *arguments, **settings)
         dense = self.is_dense(x.shape[1])
         # Nothing is asked of this layer that the host's own attention does not do.
-        ranks = self.ranks if self.grid.prunes else None
-        plain = dense and ranks is None and self.grid.presence is None
+        plain = dense and call.ranks is None and call.presence is None
         if refusal and not plain:
             raise ConfigError(refusal)
         if plain and not self.observers:
-            return self.host(*arguments, **settings)
-        free = not dense and self._may_go_dense(x)
-        decision = self.costs.known(self._shape(x)) if free else None
-        if decision is not None and not decision.pays:
-            dense = True
-            if ranks is None:
-                return self.host(*arguments, **settings)
-        q, k, v = self.adapter.qkv(self.host, x)
-        if ranks is not None:
-            self._class_attention = class_attention(q, k, self.grid.prefix, self.scale, pooled=ranks == "pooled")
+            return host.forward(*arguments, **settings)
+        q, k, v = self.adapter.qkv(host, x)
+        if call.ranks is not None:
+            pooled = call.ranks == "pooled"
+            call.class_attention = class_attention(q, k, self.grid.prefix, self.scale, pooled=pooled)
         if dense and self.observers:
             self._show(Observation(self, q, k, v, None, None))
         if plain:
-            return self.host(*arguments, **settings)
-        if free and decision is None:
-            self._measure(x, q, k, v)
+            return host.forward(*arguments, **settings)
         heads = self._dense(q, k, v) if dense else self.attend(q, k, v)
-        return self.adapter.project(self.host, heads, x)
-
-    def take_class_attention(self) -> Tensor:
-        """What each token got from the class token in the last pass, ``[batch, n]``; it is not kept."""
-        found, self._class_attention = self._class_attention, None
-        if found is None:
-            raise ConfigError("the layer was not asked to rank tokens, or has not run")
-        return found
-
-    def _may_go_dense(self, x: Tensor) -> bool:
-        """Whether ``backend="auto"`` is free to take dense attention: in inference, with nobody looking."""
-        return (
-            self.config.backend == "auto"
-            and self.config.pattern == "learned"
-            and self.grid.presence is None
-            and x.device.type == "cpu"
-            and self.core is None
-            and not self.observers
-            and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
-        )
-
-    def _shape(self, x: Tensor) -> tuple:
-        """All that the cost depends on, but for what is in the images."""
-        batch, n, _ = x.shape
-        own = (
-            self.num_heads,
-            self.head_dim,
-            self.budget(),
-            self.config.tile,
-            self.config.residual,
-            self.config.narrow,
-        )
-        return (batch, n, *own, self.config.n_down, x.dtype, torch.get_num_threads())
-
-    def _measure(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-        def dense() -> Tensor:
-            return functional.scaled_dot_product_attention(q, k, v, scale=self.scale)
-
-        self.costs.decide(self._shape(x), lambda: self.attend(q, k, v), dense)
+        return self.adapter.project(host, heads, x)
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention to all tokens that are there."""
@@ -282,9 +238,10 @@ class SparseAttention(nn.Module):
         key = (self.grid.size, self.grid.prefix, self.config.tile, device)
         if torch.compiler.is_compiling():
             return query_groups(*key).int()
-        if self._groups is None or self._groups[0] != key:
-            self._groups = (key, query_groups(*key).int())
-        return self._groups[1]
+        known = self._groups  # looked at once: another thread may put its own here at any time
+        if known is None or known[0] != key:
+            known = self._groups = (key, query_groups(*key).int())
+        return known[1]
 
     def _check_grid(self, n: int) -> None:
         if n != self.grid.tokens_left:
@@ -321,9 +278,10 @@ class SparseAttention(nn.Module):
     def _mask(self, device: torch.device) -> Tensor:
         """The fixed pattern on the whole grid."""
         key = (self.config.pattern, self.grid.size, self.grid.prefix, self.budget())
-        if self._pattern is None or self._pattern[0] != (*key, device):
-            self._pattern = ((*key, device), pattern_mask(*key).to(device))
-        return self._pattern[1]
+        known = self._pattern
+        if known is None or known[0] != (*key, device):
+            known = self._pattern = ((*key, device), pattern_mask(*key).to(device))
+        return known[1]
 
     @property
     def basis_threshold(self) -> float:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,34 +14,140 @@ from torch.nn import functional
 from sparsifiner.errors import ConfigError
 
 
-@dataclasses.dataclass
-class TokenGrid:
-    """The grid of patches behind the tokens of the current input; one object shared by a model's layers.
+class PerThread(threading.local):
+    """A ``state`` of which every thread has its own, as ``make`` gives it; a copy of what holds it starts anew.
 
-    Mutable on purpose: a host calls `begin` with each input, and blocks that drop tokens tell what is left.
+    Thread-local and not a context variable, which torch.compile cannot set: a call never leaves its thread. And one
+    object that is changed, never another in its place: that too torch.compile would miss.
+    """
+
+    def __init__(self, make: Callable[[], Any]) -> None:  # run in each thread
+        self.make, self.state = make, make()
+
+    def __deepcopy__(self, memo: dict) -> PerThread:
+        return PerThread(self.make)
+
+    def __reduce__(self) -> tuple:
+        return PerThread, (self.make,)
+
+
+@dataclasses.dataclass
+class Call:
+    """What belongs to one call of a model, and to no other: the image's grid, and which of its tokens are left.
 
     Attributes:
         size: rows and columns of patches.
-        num_prefix: tokens at the start that are no patches (class, distillation, registers).
-        prunes: whether blocks that can drop tokens do.
         num_fused: tokens after the prefix that stand for dropped ones; layers treat them as prefix tokens.
         cells: int64 ``[batch, patches left]``, the grid cell of each patch token in ascending order; None for all.
         presence: ``[batch, n]`` in [0, 1], where tokens are dropped by weight instead (training); None for all.
         shares: ``[batch]`` each, what share of the patches counted after each dropping by weight.
+        ranks: whose attention the next layer tells a block that drops tokens by it: the class token's, or the mean
+            patch's where there is none.
+        class_attention: ``[batch, n]``, what that layer told.
     """
 
     size: tuple[int, int]
-    num_prefix: int
-    prunes: bool = True
     num_fused: int = 0
     cells: Tensor | None = None
     presence: Tensor | None = None
     shares: list[Tensor] = dataclasses.field(default_factory=list)
+    ranks: Literal["class", "pooled"] | None = None
+    class_attention: Tensor | None = None
 
-    def __deepcopy__(self, memo: dict) -> TokenGrid:
-        """A copy without what belongs to the last input."""
-        twin = memo[id(self)] = TokenGrid(self.size, self.num_prefix, self.prunes)
-        return twin
+
+@dataclasses.dataclass
+class _Now:
+    """``call`` is under way, or left over; ``latest`` began or ended last; ``outer`` are those that wait meanwhile."""
+
+    call: Call | None = None
+    latest: Call | None = None
+    outer: tuple[Call | None, ...] = ()
+    dense: bool = False
+
+
+class TokenGrid:
+    """The grid of patches behind the tokens of a call; one object shared by a model's layers.
+
+    The layers of a model have no other way to hear of the image they work on. So each thread has its own `Call`: a host
+    calls `begin` with each input, and blocks that drop tokens tell what is left. `enter` and `leave`, around a call of
+    the whole model, let a call wait while another of the same thread runs within it.
+
+    Args:
+        size: rows and columns of patches of the model's own input size: what counts before any call.
+        num_prefix: tokens at the start that are no patches (class, distillation, registers).
+    """
+
+    def __init__(self, size: tuple[int, int], num_prefix: int) -> None:
+        self.own_size = size
+        self.num_prefix = num_prefix
+        self._threads = PerThread(_Now)
+
+    @property
+    def _now(self) -> _Now:
+        return self._threads.state
+
+    @property
+    def call(self) -> Call:
+        """The call of this thread that is under way; between calls, the last one that was."""
+        if self._now.call is None:
+            self._now.call = Call(self.own_size)
+        return self._now.call
+
+    @property
+    def latest(self) -> Call:
+        """The call of this thread that ended last: for those who made it and want to know more than its output."""
+        return self.call if self._now.latest is None else self._now.latest
+
+    def begin(self, size: tuple[int, int], *, only: bool = False) -> None:
+        """A new input: all of its tokens are there.
+
+        Args:
+            size: rows and columns of its patches.
+            only: the model takes no other size, so that this is its own.
+        """
+        if only:
+            self.own_size = size
+        self._now.call = self._now.latest = Call(size)
+
+    def enter(self) -> None:
+        """The whole model is called; a call that is under way waits."""
+        self._now.outer = (*self._now.outer, self._now.call)
+
+    def leave(self) -> None:
+        """The whole model has run, or failed to; the call that waited goes on."""
+        now = self._now
+        now.latest, waited, now.outer = now.call, now.outer[-1], now.outer[:-1]
+        if now.outer:  # otherwise what has run stays, to be looked at
+            now.call = waited
+
+    @property
+    def dense(self) -> bool:
+        """Whether, in this thread, all tokens stay and all layers attend to all of them."""
+        return self._now.dense
+
+    @dense.setter
+    def dense(self, wanted: bool) -> None:
+        self._now.dense = wanted
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        return self.call.size
+
+    @property
+    def num_fused(self) -> int:
+        """As in `Call`."""
+        return self.call.num_fused
+
+    @property
+    def cells(self) -> Tensor | None:
+        """As in `Call`."""
+        return self.call.cells
+
+    @property
+    def presence(self) -> Tensor | None:
+        """As in `Call`."""
+        return self.call.presence
 
     @property
     def num_tokens(self) -> int:
@@ -55,19 +164,17 @@ class TokenGrid:
         """How many tokens there are now."""
         return self.num_tokens if self.cells is None else self.prefix + self.cells.shape[1]
 
-    def begin(self, size: tuple[int, int]) -> None:
-        """A new input: all of its tokens are there."""
-        self.size, self.num_fused, self.cells, self.presence, self.shares = size, 0, None, None, []
-
     def drop(self, kept: Tensor, num_fused: int = 0) -> None:
         """Only the present patch tokens ``kept`` (int64 ``[batch, count]``, ascending, counted from 0) are left."""
-        self.cells = kept if self.cells is None else self.cells.gather(1, kept)
-        self.num_fused = num_fused
+        call = self.call
+        call.cells = kept if call.cells is None else call.cells.gather(1, kept)
+        call.num_fused = num_fused
 
     def weigh(self, presence: Tensor) -> None:
         """The tokens stay, and count as much as ``presence`` ``[batch, n]`` says."""
-        self.presence = presence
-        self.shares.append(presence[:, self.prefix :].mean(1))
+        call = self.call
+        call.presence = presence
+        call.shares.append(presence[:, self.prefix :].mean(1))
 
     def positions(self) -> Tensor | None:
         """``[batch, n]``: where the present tokens stand among prefix, fused tokens and grid; None if all are there."""

@@ -47,21 +47,23 @@ class ConnectivityPredictor(nn.Module):
         if torch.compiler.is_compiling() or (torch.is_grad_enabled() and self.w_up.requires_grad):
             return self._resample(grid)
         key = (grid, *self._state())
-        if self._resampled is None or self._resampled[0] != key:
+        known = self._resampled  # looked at once: another thread may put its own here at any time
+        if known is None or known[0] != key:
             # Not an inference tensor: a later training step may save it.
             with torch.inference_mode(False), torch.no_grad():
-                self._resampled = (key, self._resample(grid))
-        return self._resampled[1]
+                known = self._resampled = (key, self._resample(grid))
+        return known[1]
 
     def packed(self, grid: TokenGrid, basis_threshold: float) -> cpu.Packed:
         """The weights for a grid as the CPU kernels read them; kept until the weights change."""
         if torch.compiler.is_compiling():
             return self._pack(grid, basis_threshold)
         key = (grid.size, grid.num_fused, basis_threshold, cpu.instruction_set(), *self._state())
-        if self._packed is None or self._packed[0] != key:
+        known = self._packed
+        if known is None or known[0] != key:
             with torch.inference_mode(False), torch.no_grad():
-                self._packed = (key, self._pack(grid, basis_threshold))
-        return self._packed[1]
+                known = self._packed = (key, self._pack(grid, basis_threshold))
+        return known[1]
 
     def _pack(self, grid: TokenGrid, basis_threshold: float) -> cpu.Packed:
         w_down, w_up = self.at(grid.size)
@@ -69,7 +71,10 @@ class ConnectivityPredictor(nn.Module):
 
     def _state(self) -> tuple:
         """Changes whenever a weight does."""
-        return tuple((w.data_ptr(), w._version, w.dtype) for w in (self.w_down, self.w_up))
+        weights = (self.w_down, self.w_up)
+        if any(w.is_inference() for w in weights):  # as a model copied in inference mode has; torch counts no changes
+            return (object(),)
+        return tuple((w.data_ptr(), w._version, w.dtype) for w in weights)
 
     def _resample(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
         return (

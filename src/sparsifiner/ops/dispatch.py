@@ -15,7 +15,8 @@ from sparsifiner.errors import BackendError
 from sparsifiner.ops import cpu, eager, reference
 
 _TABLE: dict[str, ModuleType] = {"cpu": cpu, "eager": eager, "reference": reference}
-# The order in which "auto" and "sparse" try them. The reference is an oracle: it is only run when asked for.
+# The order in which "auto" tries them; all compute the same function. The reference is an oracle: it is only run when
+# asked for.
 _AUTO = ("cpu", "eager")
 
 
@@ -25,13 +26,10 @@ def reasons(q: Tensor, landmarks: int = 0) -> dict[str, str | None]:
 
 
 def resolve(name: str, q: Tensor, landmarks: int = 0) -> ModuleType:
-    """The backend of that name, or the first that can run for ``"auto"`` and ``"sparse"``.
-
-    Whether sparse attention pays at all is not decided here but in `cost`.
-    """
+    """The backend of that name, or the first that can run for ``"auto"``."""
     if name not in BACKENDS:
         raise BackendError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
-    if name not in ("auto", "sparse"):
+    if name != "auto":
         if reason := _TABLE[name].can_run(q, landmarks):
             raise BackendError(f"backend {name!r} cannot run here: {reason}")
         return _TABLE[name]

@@ -81,7 +81,7 @@ def look(student: nn.Module, image: Tensor, photo: np.ndarray, query: tuple[int,
 
     with running_as(student, Form("figures", {"tokens": None}), None), torch.inference_mode():
         student(image[None])  # so that the grid is the image's
-        rows, columns = record.grid.size
+        rows, columns = size = record.grid.latest.size
         row, column = query or (rows // 2, columns // 2)
         if not (0 <= row < rows and 0 <= column < columns):
             raise ConfigError(f"patch ({row}, {column}) does not exist: the image has {rows} x {columns} patches")
@@ -90,7 +90,7 @@ def look(student: nn.Module, image: Tensor, photo: np.ndarray, query: tuple[int,
             student(image[None])
         statistics = measure(student, image[None])
         maps = dict(seen)
-    return Scene(photo, record.grid.size, (row, column), record.grid.num_prefix, maps, found, statistics, student)
+    return Scene(photo, size, (row, column), record.grid.num_prefix, maps, found, statistics, student)
 
 
 def _show(axes: Any, photo: np.ndarray, values: np.ndarray | None, scene: Scene) -> None:

@@ -54,7 +54,7 @@ class TokenScorer(nn.Module):
         return x
 
 
-def ratio_loss(grid: TokenGrid, config: TokenConfig) -> Tensor:
+def ratio_loss(shares: list[Tensor], config: TokenConfig) -> Tensor:
     """How far the shares of patches kept in training are from keep, keep², keep³: the mean squared difference."""
-    wanted = [config.keep ** (stage + 1) for stage in range(len(grid.shares))]
-    return torch.stack([(share.mean() - want) ** 2 for share, want in zip(grid.shares, wanted, strict=True)]).mean()
+    wanted = [config.keep ** (stage + 1) for stage in range(len(shares))]
+    return torch.stack([(share.mean() - want) ** 2 for share, want in zip(shares, wanted, strict=True)]).mean()

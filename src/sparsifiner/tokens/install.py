@@ -53,5 +53,4 @@ def remove_pruning(model: nn.Module, host: Host) -> None:
     """Puts the host's own blocks back."""
     for site in host.blocks(model):
         if isinstance(site.module, PruningBlock):
-            site.module.find_attention().ranks = None
-            site.put(site.module.host)
+            site.put(site.module.release())
