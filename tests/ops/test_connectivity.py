@@ -74,3 +74,16 @@ def test_parts_that_do_not_belong_together_are_refused():
             num_tokens=3,
             num_prefix=1,
         )
+
+
+@pytest.mark.parametrize("adds_self", [False, True])
+def test_own_keys_are_in_their_own_lists_only(adds_self):
+    lists = torch.tensor([[[[0, 2, -1], [0, 1, 4]]]], dtype=torch.int32)
+    shared = Connectivity(lists, torch.tensor([[[2, 3]]]), torch.tensor([[1, 2], [3, 4]]), 5, 1, adds_self=adds_self)
+    own = shared.with_own_keys()
+    assert own.members.tolist() == [[1], [2], [3], [4]]
+    expected = [[0, 2, 5, -1], [0, 2, 6, -1], [0, 1, 4, 7], [0, 1, 4, 8]]
+    assert own.indices[0, 0].tolist() == expected
+    assert own.counts.tolist() == [[[3, 3, 4, 4]]]
+    assert own.num_tokens == 9
+    assert torch.equal(own.mask()[:, :, :5, :5], shared.mask())

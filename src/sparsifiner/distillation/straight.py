@@ -34,5 +34,6 @@ def straight_through(layer: SparseAttention, q: Tensor, k: Tensor, v: Tensor) ->
         residual=residual if layer.config.residual else None,
         scale=1.0,
         backend=layer.config.backend,
+        presence=layer.grid.presence,
     )
     return out[..., : q.shape[-1]]

@@ -20,10 +20,9 @@ from sparsifiner.ops import dispatch
 from sparsifiner.ops.attention import (
     Residual,
     class_attention,
-    log_presence,
     predict,
+    presence_bias,
     sparse_attention,
-    with_presence,
 )
 from sparsifiner.ops.connectivity import Connectivity, low_rank_attention, query_groups
 
@@ -167,7 +166,7 @@ class SparseAttention(StandIn):
         """Attention to all tokens that are there."""
         bias = None
         if self.grid.presence is not None:
-            bias = log_presence(self.grid.presence)[:, None, None].to(q.dtype)
+            bias = presence_bias(self.grid.presence, q.shape[2]).to(q.dtype)
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=self.scale)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -186,9 +185,6 @@ class SparseAttention(StandIn):
         connectivity, residual = self.predict(q, k)
         if self.observers:
             self._show(Observation(self, q, k, v, connectivity, residual))
-        width = q.shape[-1]
-        if self.grid.presence is not None:
-            q, k, v = with_presence(q, k, v, self.grid.presence, self.scale)
         return sparse_attention(
             q,
             k,
@@ -197,7 +193,8 @@ class SparseAttention(StandIn):
             residual=residual if self.config.residual else None,
             scale=self.scale,
             backend=self.config.backend,
-        )[..., :width]
+            presence=self.grid.presence,
+        )
 
     def _low_rank(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Linformer: the low-rank attention is all there is; prefix rows stay exact, as in every form."""
@@ -206,8 +203,12 @@ class SparseAttention(StandIn):
         a_down = low_rank_attention(q, k, w_down, prefix, self.scale)
         if self.observers:
             self._show(Observation(self, q, k, v, None, Residual(a_down, w_up)))
-        rows = (a_down @ (w_up.to(a_down.dtype) @ v.to(a_down.dtype))).to(q.dtype)
-        return torch.cat([self._dense(q[:, :, :prefix], k, v), rows], dim=2)
+        values = v.to(a_down.dtype)
+        rows = a_down @ (w_up.to(a_down.dtype) @ values)
+        if self.grid.presence is not None:  # a query's own column counts in full
+            lacking = (self.predictor.at(self.grid.size)[1] - w_up)[..., prefix:].mT  # [batch, heads, n - prefix, m]
+            rows = rows + (a_down * lacking).sum(-1, keepdim=True) * values[:, :, prefix:]
+        return torch.cat([self._dense(q[:, :, :prefix], k, v), rows.to(q.dtype)], dim=2)
 
     def _can_fuse(self, *inputs: Tensor) -> bool:
         """Whether nothing is wanted but the output."""

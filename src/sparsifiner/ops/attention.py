@@ -123,11 +123,16 @@ def sparse_attention(
     residual: Residual | None = None,
     scale: float | None = None,
     backend: str = "auto",
+    presence: Tensor | None = None,
 ) -> Tensor:
     """Attention over the connected keys only, ``[batch, heads, n, d]``; differentiable.
 
     Prefix queries attend to everything. With ``residual`` the estimate of what was dropped is added
     back; gradients then reach ``a_down`` and ``w_up`` too.
+
+    With ``presence`` ``[batch, n]`` (1 for prefix tokens) each key's part in the softmax is multiplied by it, but for a
+    query's own key, which must be in its list and always counts in full, as in DynamicViT's code. Weights of the
+    residual do not know of it: give those of the tokens that are there.
     """
     _check(q, k, v)
     if connectivity.num_tokens != q.shape[2] or connectivity.indices.shape[:2] != q.shape[:2]:
@@ -135,35 +140,81 @@ def sparse_attention(
             f"connectivity of {tuple(connectivity.indices.shape[:2])} and {connectivity.num_tokens} tokens "
             f"does not fit queries of shape {tuple(q.shape)}"
         )
+    if presence is not None and presence.shape != (q.shape[0], q.shape[2]):
+        raise ConfigError(f"presence must be [{q.shape[0]}, {q.shape[2]}], got {tuple(presence.shape)}")
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    prefix, bias = connectivity.num_prefix, None
+    if presence is None:
+        rows = _patch_rows(q, k, v, connectivity, residual, scale, backend)
+    else:
+        rows = _weighed_rows(q, k, v, connectivity, residual, scale, backend, presence)
+        bias = presence_bias(presence, prefix).to(q.dtype)
+    if prefix == 0:
+        return rows
+    exact = functional.scaled_dot_product_attention(q[:, :, :prefix], k, v, attn_mask=bias, scale=scale)
+    return torch.cat([exact, rows], dim=2)
+
+
+def _patch_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    connectivity: Connectivity,
+    residual: Residual | None,
+    scale: float,
+    backend: str,
+) -> Tensor:
+    """The rows of the patch queries, ``[batch, heads, n - prefix, d]``."""
     if residual is not None and residual.w_up.ndim == 4:  # images are heads with their own weights
         lists = {"indices": _folded(connectivity.indices), "counts": _folded(connectivity.counts)}
-        out = sparse_attention(
+        rows = _patch_rows(
             _folded(q),
             _folded(k),
             _folded(v),
             dataclasses.replace(connectivity, **lists),
-            residual=Residual(_folded(residual.a_down), residual.w_up.flatten(0, 1)),
-            scale=scale,
-            backend=backend,
+            Residual(_folded(residual.a_down), residual.w_up.flatten(0, 1)),
+            scale,
+            backend,
         )
-        return out.view(q.shape)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    prefix = connectivity.num_prefix
+        return rows.view(*q.shape[:2], *rows.shape[2:])
     chosen = dispatch.resolve(backend, q)
     if residual is None:  # no landmarks: every estimate is an empty sum
         batch, heads, n, _ = q.shape
-        a_down, w_up = q.new_empty(batch, heads, n - prefix, 0), q.new_empty(heads, 0, n)
-    else:
-        a_down, w_up = residual.a_down, residual.w_up
-    rows = chosen.attend(q, k, v, connectivity, a_down, w_up, scale)
+        empty = q.new_empty(batch, heads, n - connectivity.num_prefix, 0), q.new_empty(heads, 0, n)
+        return chosen.attend(q, k, v, connectivity, *empty, scale)
+    a_down, w_up = residual.a_down, residual.w_up
+    dtype = accumulation_dtype(q.dtype)
+    v_down = w_up.to(dtype) @ v.to(dtype)  # [batch, heads, m, d]
+    return chosen.attend(q, k, v, connectivity, a_down, w_up, scale) + (a_down @ v_down).to(q.dtype)
+
+
+def _weighed_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    connectivity: Connectivity,
+    residual: Residual | None,
+    scale: float,
+    backend: str,
+    presence: Tensor,
+) -> Tensor:
+    """`_patch_rows` where keys count as much as they are there, and a query's own key in full.
+
+    Kernels know one weight a key. So each patch stands among the keys twice: as others see it, with its presence, and
+    as it sees itself besides, with what it lacks of 1, in its own list alone. The estimates know only the first, but
+    for a millionth of the mass: where all tokens that are there are kept nothing is dropped, and the sign of a rounding
+    error would decide whether that nothing has a gradient.
+    """
+    width, prefix = q.shape[-1], connectivity.num_prefix
+    patches = q.shape[2] - prefix
+    weights = torch.cat([presence, 1 - presence[:, prefix:]], dim=1)
+    k, v = (torch.cat([x, x[:, :, prefix:]], dim=2) for x in (k, v))
+    q, k, v = with_presence(functional.pad(q, (0, 0, 0, patches)), k, v, weights, scale)
     if residual is not None:
-        dtype = accumulation_dtype(q.dtype)
-        v_down = w_up.to(dtype) @ v.to(dtype)  # [batch, heads, m, d]
-        rows = rows + (a_down @ v_down).to(q.dtype)
-    if prefix == 0:
-        return rows
-    exact = functional.scaled_dot_product_attention(q[:, :, :prefix], k, v, scale=scale)
-    return torch.cat([exact, rows], dim=2)
+        a_down = functional.pad(residual.a_down, (0, 0, 0, patches))
+        residual = Residual(a_down, functional.pad(residual.w_up, (0, patches), value=1e-6 / patches))
+    rows = _patch_rows(q, k, v, connectivity.with_own_keys(), residual, scale, backend)
+    return rows[:, :, :patches, :width]
 
 
 def _check(q: Tensor, *others: Tensor) -> None:
@@ -195,6 +246,12 @@ ABSENT = 1e-6
 def log_presence(presence: Tensor) -> Tensor:
     """What to add to logits so that each key's part in the softmax is multiplied by its presence."""
     return torch.log(presence + ABSENT)
+
+
+def presence_bias(presence: Tensor, queries: int) -> Tensor:
+    """`log_presence` for the first so many queries, ``[batch, 1, queries, n]``; nothing for a query's own key."""
+    own = torch.eye(queries, presence.shape[1], dtype=torch.bool, device=presence.device)
+    return log_presence(presence)[:, None, None].masked_fill(own, 0.0)
 
 
 def with_presence(q: Tensor, k: Tensor, v: Tensor, presence: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:

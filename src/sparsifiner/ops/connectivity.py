@@ -53,10 +53,7 @@ class Connectivity:
         """
         n, device = self.num_tokens, self.indices.device
         rows = torch.arange(n, device=device) if queries is None else queries
-        group_of = torch.zeros(n + 1, dtype=torch.long, device=device)  # entry n takes the padding
-        numbers = torch.arange(len(self.members), device=device)[:, None]
-        group_of[torch.where(self.members < 0, n, self.members)] = numbers
-        lists = self.indices[:, :, group_of[rows]].long()
+        lists = self.indices[:, :, self._group_of()[rows]].long()
         mask = torch.zeros(*lists.shape[:3], n + 1, dtype=torch.bool, device=device)
         mask.scatter_(3, torch.where(lists < 0, n, lists), True)
         mask = mask[..., :n]
@@ -64,6 +61,32 @@ class Connectivity:
             mask[:, :, torch.arange(len(rows), device=device), rows] = True
         mask[:, :, rows < self.num_prefix] = True
         return mask
+
+    def _group_of(self) -> Tensor:
+        """The group of each token, int64; 0 for prefix tokens, which have none."""
+        group_of = torch.zeros(self.num_tokens + 1, dtype=torch.long, device=self.members.device)
+        numbers = torch.arange(len(self.members), device=self.members.device)[:, None]
+        group_of[torch.where(self.members < 0, self.num_tokens, self.members)] = numbers  # padding goes to the last
+        return group_of[:-1]
+
+    def with_own_keys(self) -> Connectivity:
+        """A list for each query with one more key: a copy of the query's own, which is in no other list.
+
+        The copies are tokens after all others, in the order of the patches.
+        """
+        patches = self.num_tokens - self.num_prefix
+        queries = torch.arange(self.num_prefix, self.num_tokens, device=self.members.device)
+        group = self._group_of()[queries]
+        lists = torch.nn.functional.pad(self.indices[:, :, group], (0, 1), value=-1)
+        counts = self.counts[:, :, group]
+        copies = (queries + patches).int().expand(counts.shape)
+        return dataclasses.replace(
+            self,
+            indices=lists.scatter(3, counts[..., None].long(), copies[..., None]),
+            counts=counts + 1,
+            members=queries[:, None],
+            num_tokens=self.num_tokens + patches,
+        )
 
     def connections(self) -> Tensor:
         """How many (patch query, key) pairs are connected: int64 ``[batch, heads]``."""

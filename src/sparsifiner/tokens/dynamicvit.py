@@ -55,6 +55,9 @@ class TokenScorer(nn.Module):
 
 
 def ratio_loss(shares: list[Tensor], config: TokenConfig) -> Tensor:
-    """How far the shares of patches kept in training are from keep, keep², keep³: the mean squared difference."""
+    """How far the share of its patches that each image keeps in training is from keep, keep², keep³.
+
+    The squared difference, its mean over images and stages: an image cannot make up for another.
+    """
     wanted = [config.keep ** (stage + 1) for stage in range(len(shares))]
-    return torch.stack([(share.mean() - want) ** 2 for share, want in zip(shares, wanted, strict=True)]).mean()
+    return torch.stack([(share - want) ** 2 for share, want in zip(shares, wanted, strict=True)]).mean()
