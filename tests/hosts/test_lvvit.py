@@ -1,5 +1,6 @@
 """LV-ViT is the published model: names, counts and outputs; and a host like timm's other ViTs."""
 
+import copy
 import subprocess
 import sys
 
@@ -385,6 +386,31 @@ def test_the_papers_recipe_trains_it():
     changed = {key for key, tensor in student.state_dict().items() if not torch.equal(tensor, before[key])}
     assert {"aux_head.weight", "patch_embed.conv1.weight", "patch_embed.bn3.running_mean"} <= changed
     assert {key for key in before if ".predictor." in key} <= changed
+
+
+def test_tokens_that_are_weighed_out_have_no_vote():
+    model = build(depth=4)
+    settings = SETTINGS.replace(keep=1.0, tokens=sp.TokenConfig(0.5, "dynamicvit"))
+    twin = sp.sparsify(model, settings)
+    twin.reset_classifier(6)  # the vote is asked for whatever the heads are
+    for student in (sp.sparsify(model, settings), copy.deepcopy(twin)):
+        student.train()
+        student.patch_embed.eval()
+        images, tokens = torch.randn(3, 3, 96, 96), []
+        handle = student.norm.register_forward_hook(lambda module, inputs, output, seen=tokens: seen.append(output))
+        with torch.no_grad():
+            logits = student(images)
+        handle.remove()
+        grid = sparse_layers(student)[0].grid
+        there = grid.presence > 0.5
+        assert 0 < there[:, 1:].sum() < there[:, 1:].numel()
+        every = student.aux_head(tokens[0])
+        kept = torch.stack([each[1:][mask[1:]].amax(0) for each, mask in zip(every, there, strict=True)])
+        assert not torch.allclose(kept, every[:, 1:].amax(1))  # those that are out would have changed it
+        torch.testing.assert_close(logits, student.head(tokens[0][:, 0]) + 0.5 * kept)
+    grid.weigh(torch.tensor([[1.0] + [0.0] * 36] * 3))  # none is left: no infinite logits
+    assert torch.equal(student.aux_pool(every[:, 1:]), every[:, 1:].amax(1))
+    assert not sp.restore(student).aux_pool._forward_pre_hooks
 
 
 def test_messages_name_it():

@@ -119,6 +119,17 @@ def scaled_block(*, skip_lam: float, **settings: Any) -> Block:
     return block
 
 
+class Largest(nn.Module):
+    """The largest logits of all tokens, class by class.
+
+    A module of its own, which stays when the heads are replaced: whoever weighs tokens out can say which have a vote.
+    """
+
+    def forward(self, logits: Tensor) -> Tensor:
+        """``[batch, tokens, classes]`` to ``[batch, classes]``."""
+        return logits.amax(1)
+
+
 class LVViT(VisionTransformer):
     """LV-ViT.
 
@@ -151,6 +162,7 @@ class LVViT(VisionTransformer):
             **(usual | settings),
         )
         self.aux_head = self._another_head()
+        self.aux_pool = Largest()
 
     def _another_head(self) -> nn.Module:
         head = copy.deepcopy(self.head)  # the same shape, place and mode
@@ -168,7 +180,7 @@ class LVViT(VisionTransformer):
         out = super().forward_head(x, pre_logits=pre_logits)
         if pre_logits or self.num_classes == 0:
             return out
-        return out + AUXILIARY_WEIGHT * self.aux_head(x[:, self.num_prefix_tokens :]).amax(1)
+        return out + AUXILIARY_WEIGHT * self.aux_pool(self.aux_head(x[:, self.num_prefix_tokens :]))
 
 
 def _check_pool(num_classes: int, global_pool: str) -> None:

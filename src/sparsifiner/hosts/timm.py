@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import timm
+import torch
 from timm.layers import attention as timm_attention
 from timm.models import vision_transformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-import sparsifiner.hosts.lvvit  # noqa: F401 - registers LV-ViT with timm, so that `_build` finds it by name
 from sparsifiner.errors import CheckpointError, DataError
 from sparsifiner.hosts import BlockAdapter, BlockSite, Host, Site
+from sparsifiner.hosts.lvvit import LVViT  # registers it with timm too, so that `_build` finds it by name
 from sparsifiner.nn.attention import NO_MASK, AttentionAdapter
 from sparsifiner.nn.grid import TokenGrid
 
@@ -100,8 +101,36 @@ class _GridWatcher:
         self.grid.begin((int(rows), int(columns)), only=fixed)
 
 
+@dataclasses.dataclass
+class _Ballot:
+    """Takes the vote from tokens that are weighed out: LV-ViT's second head looks for the largest logits of all."""
+
+    grid: TokenGrid
+
+    def __call__(self, largest: Any, inputs: tuple[Tensor]) -> Tensor | None:
+        if self.grid.presence is None:
+            return None
+        out = self.grid.presence[:, self.grid.prefix :, None] < 0.5
+        out = out & ~out.all(1, keepdim=True)  # of nothing there is no largest: if none is left all vote
+        return inputs[0].masked_fill(out, -torch.inf)
+
+
+@dataclasses.dataclass
+class _Handles:
+    """Of several hooks, which go together."""
+
+    handles: list[Any]
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
 def _watch(model: Any, grid: TokenGrid) -> Any:
-    return model.patch_embed.register_forward_pre_hook(_GridWatcher(grid))
+    handles = [model.patch_embed.register_forward_pre_hook(_GridWatcher(grid))]
+    if isinstance(model, LVViT):
+        handles.append(model.aux_pool.register_forward_pre_hook(_Ballot(grid)))
+    return _Handles(handles)
 
 
 def _refusal(model: nn.Module) -> str | None:
