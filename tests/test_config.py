@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from sparsifiner.config import BACKENDS, SparseConfig, budget
+from sparsifiner.config import BACKENDS, SparseConfig, TokenConfig, budget
 from sparsifiner.errors import ConfigError
 
 
@@ -56,7 +56,8 @@ def test_impossible_settings_are_refused(changes, message):
 
 
 def test_round_trip_through_json():
-    config = SparseConfig(keep=[0.5, 0.25], n_down=np.int64(49), tau=np.float32(0.5), tile=[2, 7])
+    tokens = TokenConfig(0.7, blocks=[1, 3], fuse="official")
+    config = SparseConfig(keep=[0.5, 0.25], n_down=np.int64(49), tau=np.float32(0.5), tile=[2, 7], tokens=tokens)
     again = SparseConfig.from_json(config.to_json())
     assert again == config
     assert again.keep == (0.5, 0.25)

@@ -34,13 +34,15 @@ class TokenConfig:
             training; ``"dynamicvit"`` asks a small network before the block, which must be trained.
         blocks: the blocks that drop tokens, counted from 0; None for those after a quarter, a half and three quarters
             of the depth (blocks 4, 7 and 10 of 12, counted from 1).
-        fuse: the dropped tokens live on in one token, their sum weighted by the attention they got; EViT only.
+        fuse: the dropped tokens live on in one token, their sum weighted by the attention they got; EViT only. With
+            True, the fused token of an earlier block is always part of the new one; ``"official"`` counts and ranks it
+            as a patch, which may be kept, as EViT's own code does: for checkpoints that were trained so.
     """
 
     keep: float
     method: str = "evit"
     blocks: Sequence[int] | None = None
-    fuse: bool = False
+    fuse: bool | str = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", _keep_rate(self.keep, "the tokens' keep"))
@@ -50,8 +52,8 @@ class TokenConfig:
             object.__setattr__(self, "blocks", _numbers(self.blocks, "blocks", "blocks"))
             if not self.blocks:
                 raise ConfigError("blocks is an empty list: name some, or None for the usual ones")
-        if not isinstance(self.fuse, bool):
-            raise ConfigError(f"fuse must be True or False, got {self.fuse!r}")
+        if not isinstance(self.fuse, bool) and not (isinstance(self.fuse, str) and self.fuse == "official"):
+            raise ConfigError(f"fuse must be True, False or 'official', got {self.fuse!r}")
         if self.fuse and self.method != "evit":
             raise ConfigError("only EViT fuses dropped tokens: set fuse=False")
 
@@ -69,13 +71,14 @@ class TokenConfig:
 
     def layer_tokens(self, patches: int, prefix: int, depth: int) -> list[BlockTokens]:
         """What the halves of each block see of so many patches and prefix tokens."""
-        blocks, counts = self.blocks_of(depth), []
+        blocks, counts, fused = self.blocks_of(depth), [], 0
         for block in range(depth):
-            before, first = prefix + patches, prefix
+            first, before = prefix + fused, prefix + fused + patches
             if block in blocks and self.keep < 1:
-                prefix += self.fuse and block == blocks[0]
-                patches = self.kept(patches)
-            after = prefix + patches
+                ranked = patches + fused if self.fuse == "official" else patches
+                if self.fuse != "official" or self.kept(ranked) < ranked:  # else there is nothing to fuse
+                    patches, fused = self.kept(ranked), int(bool(self.fuse))
+            after = prefix + fused + patches
             counts.append(BlockTokens(first, before if self.method == "evit" else after, after))
         return counts
 

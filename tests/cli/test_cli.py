@@ -132,6 +132,8 @@ def test_sweep_tables_figures_and_report(folder, tmp_path):
     evaluated = ("eval", path, "--data", images, "--json")
     row = json.loads(run(*evaluated, "--token-keep", "0.5", "--token-fuse").stdout)
     assert row["config"]["tokens"] == {"keep": 0.5, "method": "evit", "blocks": None, "fuse": True}
+    row = json.loads(run(*evaluated, "--token-keep", "0.5", "--token-fuse-official").stdout)
+    assert row["config"]["tokens"]["fuse"] == "official"
     assert json.loads(run(*evaluated, "--pattern", "window").stdout)["config"]["pattern"] == "window"
 
 

@@ -10,11 +10,11 @@ from ..conftest import make_vit
 
 
 def outputs(student):
-    """Every block's patch tokens and their cells in the next pass."""
+    """Every block's patch tokens, their cells and which of them are fused in the next pass."""
     seen = []
     grid = conversion_of(student).grid
     for block in student.blocks:
-        block.register_forward_hook(lambda _, __, out: seen.append((out[:, grid.prefix :], grid.cells)))
+        block.register_forward_hook(lambda _, __, out: seen.append((out[:, grid.prefix :], grid.cells, grid.merged())))
     return seen
 
 
@@ -27,8 +27,8 @@ def test_without_pruning_it_is_the_last_block(vit, photos):
     assert kept.all()
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("blocks", [(0, 2), (1, 3)])
+@pytest.mark.parametrize("fuse", [False, True, "official"])
+@pytest.mark.parametrize("blocks", [(0, 2), (1, 3), (0, 1, 3)])
 def test_dropped_tokens_stay_what_they_were(photos, fuse, blocks):
     vit = make_vit(depth=4)
     tokens = sp.TokenConfig(0.5, blocks=blocks, fuse=fuse)
@@ -40,14 +40,16 @@ def test_dropped_tokens_stay_what_they_were(photos, fuse, blocks):
     for image in range(6):
         for cell in range(25):
             last = before[image, cell]
-            for patches, cells in seen:
+            for patches, cells, merged in seen:
                 if cells is None:
-                    last = patches[image, cell]
-                elif cell in cells[image]:
+                    last, there = patches[image, cell], True
+                elif there := cell in (cells[image] if merged is None else cells[image][~merged[image]]):
                     last = patches[image, cells[image].tolist().index(cell)]
             row, column = divmod(cell, 5)
             torch.testing.assert_close(features[image, :, row, column], last, rtol=1e-5, atol=1e-6)
-            assert kept[image, row, column] == (cell in seen[-1][1][image])
+            assert kept[image, row, column] == there
+    if fuse == "official" and len(blocks) == 3:
+        assert seen[-1][2].any()  # or nothing of it was tested
     with torch.no_grad():
         zeroed, _ = feature_map(student, photos, dropped="zero")
     assert bool((zeroed.mT.mT[~kept[:, None].expand_as(zeroed)] == 0).all())

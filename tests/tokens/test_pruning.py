@@ -42,7 +42,7 @@ def photos():
 
 
 def pruned(host, keep=0.6, attention=1.0, **tokens):
-    config = sp.suggest_config(host, attention, tokens=sp.TokenConfig(keep, blocks=BLOCKS, **tokens))
+    config = sp.suggest_config(host, attention, tokens=sp.TokenConfig(keep, **({"blocks": BLOCKS} | tokens)))
     return sp.sparsify(host, config)
 
 
@@ -73,6 +73,64 @@ def plain_evit(model, images, keep, blocks, fuse):
         results.append((model.head(model.norm(x)[0]), cells))
     logits, cells = zip(*results, strict=True)
     return torch.stack(logits), torch.tensor(cells)
+
+
+def official_evit(model, images, keep, blocks):
+    """EViT with fusing as its own code does it: after the class token all are alike, an earlier fused one too."""
+    results = []
+    for image in images:
+        x = model.norm_pre(model._pos_embed(model.patch_embed(image[None])))[0]  # [n, D]
+        places, merged = list(range(len(x) - 1)), [False] * (len(x) - 1)  # of all but the class token
+        for number, block in enumerate(model.blocks):
+            q, k, v = block.attn.qkv(block.norm1(x)).view(len(x), 3, block.attn.num_heads, -1).permute(1, 2, 0, 3)
+            attention = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1)
+            x = x + block.attn.proj((attention @ v).transpose(0, 1).flatten(1))
+            paid, others = attention[:, 0, 1:].mean(0), x[1:]
+            left = math.ceil(keep * len(others))
+            if number in blocks and left < len(others):
+                order = paid.argsort(descending=True).tolist()
+                best, rest = order[:left], order[left:]
+                fused = (paid[rest, None] * others[rest]).sum(0, keepdim=True)
+                x = torch.cat([x[:1], others[best], fused])
+                places = [places[i] for i in best] + [places[rest[0]]]
+                merged = [merged[i] for i in best] + [True]
+            x = x + block.mlp(block.norm2(x))
+        results.append((model.head(model.norm(x)[0]), places[:-1], merged[:-1]))
+    logits, places, merged = zip(*results, strict=True)
+    return torch.stack(logits), torch.tensor(places), torch.tensor(merged)
+
+
+def test_evit_that_ranks_fused_tokens_is_the_official_code(host):
+    photos = torch.randn(12, 3, 48, 48, generator=torch.Generator().manual_seed(1))
+    config = sp.TokenConfig(0.6, blocks=(1, 3, 4), fuse="official")
+    student = sp.sparsify(host, sp.suggest_config(host, 1.0, tokens=config))
+    with torch.no_grad():
+        logits, places, merged = official_evit(host, photos, 0.6, (1, 3, 4))
+        found = student(photos)
+        ours = pruned(host, blocks=(1, 3, 4), fuse=True)(photos)
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(ours, logits, atol=1e-3)
+    grid = conversion_of(student).grid
+    order = places.argsort(1)
+    assert torch.equal(grid.cells, places.gather(1, order))
+    assert torch.equal(grid.merged(), merged.gather(1, order))
+    assert set(merged.any(1).tolist()) == {True, False}  # in some images a fused token was kept, in some none
+    assert all(len(set(row.tolist())) == len(row) for row in places)
+
+
+def test_official_fusing_is_counted_as_published():
+    """139, 99 and 71 tokens beside DeiT's class token at 0.7; 139, 98 and 69 if fused tokens are no patches."""
+    for fuse, expected in (("official", [139, 99, 71]), (True, [139, 98, 69]), (False, [138, 97, 68])):
+        counts = sp.TokenConfig(0.7, fuse=fuse).layer_tokens(196, 1, 12)
+        assert [counts[block].feed_forward - 1 for block in (3, 6, 9)] == expected
+        assert counts[9].prefix == 1 + bool(fuse)
+
+
+def test_official_fusing_where_nothing_is_dropped_fuses_nothing(host, photos):
+    config = sp.TokenConfig(0.99, blocks=BLOCKS, fuse="official")  # the rounding keeps all 36
+    student = sp.sparsify(host, sp.suggest_config(host, 1.0, tokens=config))
+    torch.testing.assert_close(student(photos), host(photos))
+    assert [seen.attention for seen in config.layer_tokens(36, 1, DEPTH)] == [37] * DEPTH
 
 
 def hard_sample(logits, noise):
@@ -114,7 +172,9 @@ def test_evit_with_dense_attention_is_the_plain_implementation(host, photos, fus
     assert not torch.allclose(found, host(photos), atol=1e-3)  # something was dropped
 
 
-@pytest.mark.parametrize("tokens", [{}, {"fuse": True}, {"method": "dynamicvit"}])
+@pytest.mark.parametrize(
+    "tokens", [{}, {"fuse": True}, {"fuse": "official", "blocks": (1, 2, 4)}, {"method": "dynamicvit"}]
+)
 @pytest.mark.parametrize("tile", [None, (2, 3)])
 def test_kernels_and_lists_agree_on_what_is_left(host, photos, tokens, tile):
     student = pruned(host, attention=0.2, **tokens)
@@ -166,7 +226,9 @@ def test_sparse_attention_after_dropping_is_that_of_the_tokens_left(host, photos
                     assert set(mask[head, row + 1].nonzero().flatten().tolist()) == wanted
 
 
-@pytest.mark.parametrize("tokens", [{}, {"fuse": True}, {"method": "dynamicvit"}])
+@pytest.mark.parametrize(
+    "tokens", [{}, {"fuse": True}, {"fuse": "official", "blocks": (1, 2, 4)}, {"method": "dynamicvit"}]
+)
 def test_an_image_is_the_same_alone_and_in_any_batch(host, photos, tokens):
     student = pruned(host, attention=0.3, **tokens)
     sp.calibrate(student, photos)
@@ -175,6 +237,14 @@ def test_an_image_is_the_same_alone_and_in_any_batch(host, photos, tokens):
         for size in (1, 3):
             apart = torch.cat([student(part) for part in photos.split(size)])
             torch.testing.assert_close(apart, together, rtol=1e-4, atol=1e-5)
+
+
+def test_official_fusing_is_counted_as_it_runs(host, photos):
+    student = pruned(host, keep=0.6, attention=0.3, fuse="official", blocks=(0, 2, 4))
+    counts = [layer.tokens for layer in measure(student, photos)]
+    assert counts == [37, 24, 24, 16, 16, 11]
+    seen = sp.config_of(student).tokens.layer_tokens(36, 1, DEPTH)
+    assert [layer.attention for layer in seen] == counts
 
 
 def test_tokens_are_really_gone(host, photos):
@@ -258,8 +328,9 @@ def test_reconfigure_changes_what_is_dropped(host, photos):
     assert pruning_blocks(student)[0].scorer is scorer  # nor by trying something else
 
 
-def test_checkpoints_hold_what_is_dropped(host, photos, tmp_path):
-    student = pruned(host, attention=0.3, method="dynamicvit")
+@pytest.mark.parametrize("tokens", [{"method": "dynamicvit"}, {"fuse": "official"}])
+def test_checkpoints_hold_what_is_dropped(host, photos, tmp_path, tokens):
+    student = pruned(host, attention=0.3, **tokens)
     for host_weights in (True, False):
         sp.save(student, tmp_path / "a.safetensors", host_weights=host_weights)
         again = sp.load(tmp_path / "a.safetensors", model=host)
@@ -300,19 +371,21 @@ def test_impossible_requests_are_refused(host):
         {"keep": 0.5, "method": "tome"},
         {"keep": 0.5, "blocks": (3, 1)},
         {"keep": 0.5, "fuse": 1},
+        {"keep": 0.5, "fuse": "yes"},
     ):
         with pytest.raises(ConfigError):
             sp.TokenConfig(**wrong)
     with pytest.raises(ConfigError, match="EViT"):
-        sp.TokenConfig(0.5, "dynamicvit", fuse=True)
+        sp.TokenConfig(0.5, "dynamicvit", fuse="official")
     parallel = make_vit(block_fn=ParallelThingsBlock)
     sp.sparsify(parallel, sp.suggest_config(parallel, 0.3))
     with pytest.raises(UnsupportedModelError, match="one after the other"):
         sp.sparsify(parallel, sp.suggest_config(parallel, 0.3, tokens=sp.TokenConfig(0.5)))
 
 
-def test_gradients_reach_everything_that_is_kept(host, photos):
-    student = pruned(host, attention=0.3, fuse=True)
+@pytest.mark.parametrize("fuse", [True, "official"])
+def test_gradients_reach_everything_that_is_kept(host, photos, fuse):
+    student = pruned(host, attention=0.3, fuse=fuse)
     sp.calibrate(student, photos)
     student(photos).square().sum().backward()
     missing = [name for name, p in student.named_parameters() if p.grad is None]
@@ -507,6 +580,7 @@ class TestDynamicViT:
     [
         {"token_keep": 0.6},
         {"token_keep": 0.6, "token_fuse": True, "keep": 1.0},
+        {"token_keep": 0.6, "token_fuse_official": True},
         {"token_keep": 0.6, "token_method": "dynamicvit"},
         {"token_keep": 0.6, "token_method": "dynamicvit", "residual": False},
         {"pattern": "linformer"},

@@ -45,6 +45,13 @@ Tile = Annotated[
 ]
 TokenMethod = Annotated[str, typer.Option(help="How the tokens to keep are chosen: evit or dynamicvit.")]
 TokenFuse = Annotated[bool, typer.Option("--token-fuse", help="EViT: the dropped tokens live on in one.")]
+TokenFuseOfficial = Annotated[
+    bool,
+    typer.Option(
+        "--token-fuse-official",
+        help="EViT: as --token-fuse, but a token that was fused earlier is ranked as a patch, as in EViT's own code.",
+    ),
+]
 Limit = Annotated[int | None, typer.Option("--limit", help="Use a random sample of this many images.")]
 Seed = Annotated[int, typer.Option(help="Seed of the sample.")]
 Preprocess = Annotated[
@@ -98,11 +105,11 @@ def parse_tile(text: str | None) -> tuple[int, int] | None:
     return int(rows), int(columns)
 
 
-def parse_tokens(keep: float | None, method: str, fuse: bool) -> TokenConfig | None:
-    """What --token-keep, --token-method and --token-fuse say; keeping all is not dropping any."""
+def parse_tokens(keep: float | None, method: str, fuse: bool = False, official: bool = False) -> TokenConfig | None:
+    """What --token-keep, --token-method and --token-fuse(-official) say; keeping all is not dropping any."""
     from sparsifiner.config import TokenConfig
 
-    return None if keep is None or keep == 1 else TokenConfig(keep, method, fuse=fuse)
+    return None if keep is None or keep == 1 else TokenConfig(keep, method, fuse="official" if official else fuse)
 
 
 def host_model(name: str | None, weights: str | None, image_size: int | None) -> nn.Module:

@@ -26,6 +26,7 @@ def evaluate(
     ] = None,
     token_method: common.TokenMethod = "evit",
     token_fuse: common.TokenFuse = False,
+    token_fuse_official: common.TokenFuseOfficial = False,
     limit: common.Limit = None,
     seed: common.Seed = 0,
     preprocess: common.Preprocess = "model",
@@ -58,7 +59,7 @@ def evaluate(
     if pattern is not None:
         changes["pattern"] = pattern
     if token_keep is not None:
-        changes["tokens"] = common.parse_tokens(token_keep, token_method, token_fuse)
+        changes["tokens"] = common.parse_tokens(token_keep, token_method, token_fuse, token_fuse_official)
     sp.reconfigure(student, **changes)
     images = common.loader(
         student,

@@ -20,6 +20,7 @@ def sweep(
     token_keeps: Annotated[str, typer.Option(help="Shares of tokens that a block keeps, between commas.")] = "1",
     token_method: common.TokenMethod = "evit",
     token_fuse: common.TokenFuse = False,
+    token_fuse_official: common.TokenFuseOfficial = False,
     search_data: Annotated[
         str | None,
         typer.Option(
@@ -66,7 +67,7 @@ def sweep(
     student = sp.load(checkpoint)
     rates = common.parse_numbers(keeps, "--keeps")
     droppings = [
-        common.parse_tokens(keep, token_method, token_fuse)
+        common.parse_tokens(keep, token_method, token_fuse, token_fuse_official)
         for keep in common.parse_numbers(token_keeps, "--token-keeps")
     ]
     choice: dict[str, Any] = {"preprocess": preprocess, "split": split, "seed": seed}

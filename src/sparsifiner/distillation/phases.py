@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from sparsifiner.convert import conversion_of, dense_mode, reconfigure, sparse_layers
 from sparsifiner.distillation import losses
@@ -177,7 +178,8 @@ class Passed(NamedTuple):
         logits: ``[batch, classes]``.
         tokens: of the last block, prefix and patches, ``[batch, n, D]``.
         cells: the patches' places on the grid, where tokens were dropped.
-        presence: ``[batch, n]``, how much each token is still there, where tokens were dropped by weight.
+        presence: ``[batch, n]``, how much each token counts: where tokens were dropped by weight, or where a patch is a
+            fused token.
         attention: the attention loss, if one is wanted.
         ratio: DynamicViT's loss for keeping more or fewer tokens than asked.
     """
@@ -232,9 +234,12 @@ class Joint(nn.Module):
         call, prefix = record.grid.latest, record.grid.num_prefix
         if call.num_fused:  # has no counterpart in the teacher
             last = torch.cat([last[:, :prefix], last[:, prefix + call.num_fused :]], dim=1)
+        presence, merged = call.presence, call.merged()
+        if merged is not None:  # nor has one that was kept as a patch
+            presence = functional.pad((~merged).to(last.dtype), (prefix, 0), value=1.0)
         pruning = record.config.tokens
         ratio = ratio_loss(call.shares, pruning) if pruning and call.shares else logits.new_zeros(())
-        return Passed(logits, last, call.cells, call.presence, attention, ratio)
+        return Passed(logits, last, call.cells, presence, attention, ratio)
 
 
 def joint_losses(recipe: Recipe, batch: Batch, targets: Targets, passed: Passed) -> dict[str, Tensor]:

@@ -50,6 +50,9 @@ class Recipe:
     )
     token_method: Literal["evit", "dynamicvit"] = _option("evit", "How the tokens to keep are chosen.")
     token_fuse: bool = _option(False, "EViT: the dropped tokens live on in one.")
+    token_fuse_official: bool = _option(
+        False, "EViT: as --token-fuse, but a token that was fused earlier is ranked as a patch, as in EViT's own code."
+    )
     elastic: str | None = _option(
         None, "Draw the keep rate of each step of phase 2 from this range, such as 0.05:0.5: one model for all of them."
     )
@@ -161,7 +164,8 @@ class Recipe:
         """Which tokens are dropped."""
         if self.token_keep is None:
             return None
-        return TokenConfig(self.token_keep, self.token_method, fuse=self.token_fuse)
+        fuse = "official" if self.token_fuse_official else self.token_fuse
+        return TokenConfig(self.token_keep, self.token_method, fuse=fuse)
 
     def elastic_range(self) -> tuple[float, float] | None:
         """``elastic`` as lowest and highest keep rate."""

@@ -26,7 +26,7 @@ class LayerCapture:
         grid: rows and columns of patches of the image.
         num_prefix: tokens before the patches, one fused from dropped ones included.
         cells: int64 ``[batch, n - num_prefix]``, the grid cell of each patch token (row by row, from 0); None where
-            no tokens have been dropped.
+            no tokens have been dropped. A fused token that was kept as a patch has the cell of the heaviest in it.
         mask: boolean ``[batch, h, Q, n]``, True where the query attends to the key.
         full_map: the true attention ``[batch, h, Q, n]``.
         sparse_map: the attention over the kept keys, renormalised; zero elsewhere.

@@ -39,12 +39,15 @@ def feature_map(
         canvas[:] = [inputs[0][:, grid.prefix :]]  # before the first block all tokens are there
 
     def paint(_: nn.Module, __: Any, tokens: Tensor) -> None:
-        patches = tokens[:, grid.prefix :]
+        patches, merged = tokens[:, grid.prefix :], grid.merged()
         if grid.cells is None:
             canvas[:] = [patches]
             return
         below = canvas[0] if dropped == "last" else torch.zeros_like(canvas[0])
-        canvas[:] = [below.scatter(1, grid.cells[..., None].expand_as(patches), patches)]
+        index = grid.cells[..., None].expand_as(patches)
+        if merged is not None:  # a token that stands for many is not the one whose place it has
+            patches = torch.where(merged[..., None], below.gather(1, index), patches)
+        canvas[:] = [below.scatter(1, index, patches)]
 
     with contextlib.ExitStack() as stack:
         blocks = [site.module for site in record.host.blocks(student)]
@@ -56,5 +59,7 @@ def feature_map(
     rows, columns = call.size
     kept = torch.ones(len(images), rows * columns, dtype=torch.bool, device=canvas[0].device)
     if call.cells is not None:
-        kept = torch.zeros_like(kept).scatter_(1, call.cells, True)
+        merged = call.merged()
+        there = torch.ones_like(call.cells, dtype=torch.bool) if merged is None else ~merged
+        kept = torch.zeros_like(kept).scatter_(1, call.cells, there)
     return canvas[0].mT.unflatten(2, (rows, columns)), kept.unflatten(1, (rows, columns))

@@ -41,7 +41,8 @@ class Setting:
         """For tables."""
         parts = [f"keep {self.keep:g}" + (" by layer" if self.layers else "")]
         if self.tokens is not None:
-            parts.append(f"{self.tokens.method} {self.tokens.keep:g}" + (" fused" if self.tokens.fuse else ""))
+            fused = {False: "", True: " fused", "official": " fused officially"}[self.tokens.fuse]
+            parts.append(f"{self.tokens.method} {self.tokens.keep:g}{fused}")
         return ", ".join(parts)
 
 

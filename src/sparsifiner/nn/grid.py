@@ -39,6 +39,8 @@ class Call:
         size: rows and columns of patches.
         num_fused: tokens after the prefix that stand for dropped ones; layers treat them as prefix tokens.
         cells: int64 ``[batch, patches left]``, the grid cell of each patch token in ascending order; None for all.
+        stands: int64 ``[batch, fusions]``, where fused tokens are ranked as patches: the cells at which they stand, the
+            newest first, which is no patch yet; the others are among ``cells``, or -1 if they were fused again.
         presence: ``[batch, n]`` in [0, 1], where tokens are dropped by weight instead (training); None for all.
         shares: ``[batch]`` each, what share of the patches counted after each dropping by weight.
         ranks: whose attention the next layer tells a block that drops tokens by it: the class token's, or the mean
@@ -49,10 +51,17 @@ class Call:
     size: tuple[int, int]
     num_fused: int = 0
     cells: Tensor | None = None
+    stands: Tensor | None = None
     presence: Tensor | None = None
     shares: list[Tensor] = dataclasses.field(default_factory=list)
     ranks: Literal["class", "pooled"] | None = None
     class_attention: Tensor | None = None
+
+    def merged(self) -> Tensor | None:
+        """Boolean ``[batch, patches left]``: which patches are fused tokens in truth; None where none can be."""
+        if self.stands is None or self.cells is None:
+            return None
+        return (self.cells[..., None] == self.stands[:, None, 1:]).any(-1)
 
 
 @dataclasses.dataclass
@@ -169,6 +178,35 @@ class TokenGrid:
         call = self.call
         call.cells = kept if call.cells is None else call.cells.gather(1, kept)
         call.num_fused = num_fused
+
+    def absorb(self, kept: Tensor, heaviest: Tensor) -> Tensor:
+        """Of all tokens after the prefix, the fused one among them, ``kept`` are left as patches, the others fused.
+
+        A layer knows patches by their places. A fused token that is kept as a patch stands where the heaviest of those
+        in it stood, which is free.
+
+        Args:
+            kept: int64 ``[batch, count]``, counted from 0 behind the prefix.
+            heaviest: ``[batch, 1]``, of the others the one with the largest part in the new fused token.
+
+        Returns:
+            ``kept`` in the order of their places.
+        """
+        call = self.call
+        places, older = call.cells, kept.new_empty(len(kept), 0)
+        if places is None:
+            places = torch.arange(call.size[0] * call.size[1], device=kept.device).expand(len(kept), -1)
+        if call.stands is not None:
+            places, older = torch.cat([call.stands[:, :1], places], dim=1), call.stands
+        kept = kept.gather(1, places.gather(1, kept).argsort(1))
+        call.cells, call.num_fused = places.gather(1, kept), 1
+        older = torch.where((older[..., None] == call.cells[:, None]).any(-1), older, -1)
+        call.stands = torch.cat([places.gather(1, heaviest), older], dim=1)
+        return kept
+
+    def merged(self) -> Tensor | None:
+        """As in `Call`."""
+        return self.call.merged()
 
     def weigh(self, presence: Tensor) -> None:
         """The tokens stay, and count as much as ``presence`` ``[batch, n]`` says."""

@@ -28,8 +28,10 @@ def prune(x: Tensor, attention: Tensor, grid: TokenGrid, config: TokenConfig) ->
         attention: what the class token pays each token, ``[batch, n]``.
         grid: the tokens' places.
         config: how many are kept, and whether the rest is fused. A token that was fused earlier is no patch and never
-            kept, but part of the new one.
+            kept, but part of the new one; unless ``fuse="official"``.
     """
+    if config.fuse == "official":
+        return _prune_officially(x, attention, grid, config)
     prefix = grid.prefix
     patches = x[:, prefix:]
     kept = top_tokens(attention[:, prefix:].detach(), config.kept(patches.shape[1]))
@@ -39,3 +41,18 @@ def prune(x: Tensor, attention: Tensor, grid: TokenGrid, config: TokenConfig) ->
         parts.insert(1, (rest * x[:, grid.num_prefix :]).sum(1, keepdim=True))
     grid.drop(kept, int(config.fuse))
     return torch.cat(parts, dim=1)
+
+
+def _prune_officially(x: Tensor, attention: Tensor, grid: TokenGrid, config: TokenConfig) -> Tensor:
+    """As the official code: a token that was fused earlier is counted, ranked and perhaps kept as a patch."""
+    first = grid.num_prefix
+    tokens, paid = x[:, first:], attention[:, first:]
+    count = config.kept(tokens.shape[1])
+    if count == tokens.shape[1]:  # nothing to fuse
+        return x
+    kept = top_tokens(paid.detach(), count)
+    rest = paid.scatter(1, kept, 0.0)
+    heaviest = paid.detach().scatter(1, kept, -1.0).argmax(1, keepdim=True)
+    kept = grid.absorb(kept, heaviest)
+    fused = (rest[..., None].to(x.dtype) * tokens).sum(1, keepdim=True)
+    return torch.cat([x[:, :first], fused, take(tokens, kept)], dim=1)
