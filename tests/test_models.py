@@ -1,3 +1,4 @@
+import argparse
 import pickle
 
 import pytest
@@ -24,13 +25,19 @@ def test_unknown_names_get_near_ones():
         create_host("zzzzzzzz")
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "pth", "pth under 'model'"])
-def test_weights_from_a_file(state, tmp_path, kind):
-    path = tmp_path / f"weights.{kind.split()[0]}"
-    if kind == "safetensors":
-        save_file(state, path)
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize("kind", ["safetensors", "pth", "pth.tar under model", "pth.tar under state_dict"])
+def test_weights_from_a_file(state, tmp_path, kind, parallel):
+    suffix, _, wrapper = kind.partition(" under ")
+    path = tmp_path / f"weights.{suffix}"
+    saved = {f"module.{name}": value for name, value in state.items()} if parallel else state
+    if suffix == "safetensors":
+        save_file(saved, path)
+    elif wrapper:  # as training scripts write it
+        rest = {"epoch": 3, "arch": "lvvit_s", "args": argparse.Namespace(lr=0.1), "optimizer": {"state": {}}}
+        torch.save({wrapper: saved, **rest}, path)
     else:
-        torch.save({"model": state} if "model" in kind else state, path)
+        torch.save(saved, path)
     model = create_host(NAME, str(path), **SMALL)
     assert not model.training
     assert model.num_classes == 5
@@ -66,9 +73,18 @@ def test_files_that_are_no_weights(state, tmp_path):
         path.write_bytes(path.read_bytes()[:-200])
         with pytest.raises(CheckpointError, match="is not a whole file of weights"):
             create_host(NAME, str(path))
-    torch.save([1, 2], tmp_path / "list.pth")
-    with pytest.raises(CheckpointError, match="is not a state dict"):
-        create_host(NAME, str(tmp_path / "list.pth"))
+    for content in (
+        [1, 2],
+        {"state_dict": [1]},
+        {"state_dict": {"module.head.weight": 3}},
+        {"model": {}, "state_dict": state},  # the first of the two counts
+        {"state_dict": {"state_dict": state}},
+        {3: torch.ones(1)},
+        {"module.": torch.ones(1), 3: torch.ones(1)},
+    ):
+        torch.save(content, tmp_path / "other.pth")
+        with pytest.raises(CheckpointError, match="is not a state dict|it lacks"):
+            create_host(NAME, str(tmp_path / "other.pth"))
 
 
 def test_a_hostile_pickle_is_refused_unopened(tmp_path):
@@ -82,6 +98,9 @@ def test_a_hostile_pickle_is_refused_unopened(tmp_path):
     torch.save({"model": Trap()}, tmp_path / "hostile2.pth")
     with pytest.raises(CheckpointError, match="which is never loaded"):
         create_host(NAME, str(tmp_path / "hostile2.pth"))
+    torch.save({"state_dict": {}, "args": argparse.Namespace(trap=Trap())}, tmp_path / "hostile3.pth")
+    with pytest.raises(CheckpointError, match="which is never loaded"):
+        create_host(NAME, str(tmp_path / "hostile3.pth"))
     assert not (tmp_path / "sprung").exists()
 
 

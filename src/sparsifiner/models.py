@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
-import pickle
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,8 +21,8 @@ def create_host(name: str, weights: str | None = None, **arguments: Any) -> nn.M
 
     Args:
         name: a name timm knows.
-        weights: a file (``.safetensors``, or an official ``.pth`` read with ``weights_only``), ``"hub"`` for
-            timm's pretrained weights over the network, or None for random weights.
+        weights: a file (``.safetensors``, or an official ``.pth`` read with ``weights_only``, a training script's
+            checkpoint too), ``"hub"`` for timm's pretrained weights over the network, or None for random weights.
         **arguments: for ``timm.create_model``, such as ``img_size``.
     """
     if not timm.is_model(name.split(".")[0]):
@@ -48,23 +47,43 @@ def create_host(name: str, weights: str | None = None, **arguments: Any) -> nn.M
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """Tensors from a safetensors file or a ``.pth``; a pickle that holds anything else is refused."""
+    """Tensors from a safetensors file or a ``.pth``; a pickle that holds more than plain data is refused."""
     file = Path(path)
     if not file.is_file():
         raise CheckpointError(f"{path} does not exist or is not a file")
     try:
         if file.suffix == ".safetensors":
-            return load_file(file)
-        content = torch.load(file, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, OSError, EOFError, KeyError) as error:
+            content = load_file(file)
+        else:
+            with torch.serialization.safe_globals([argparse.Namespace]):  # how trainers keep their settings: plain data
+                content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # in a damaged file, torch's reader stumbles over anything
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{path} is not a whole file of weights ({reason}): truncated, damaged, or more than tensors, which "
             "is never loaded"
         ) from None
-    tensors = content.get("model", content) if isinstance(content, dict) else content
-    if not isinstance(tensors, dict) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
-        raise CheckpointError(f"{path} is not a state dict: expected tensors by name, or those under 'model'")
+    tensors = _unwrapped(content)
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in tensors.items()
+    ):
+        where = " or ".join(map(repr, WRAPPERS))
+        raise CheckpointError(f"{path} is not a state dict: expected tensors by name, or those under {where}")
+    return tensors
+
+
+# Where training scripts put the weights in a checkpoint: DeiT's, EViT's and DynamicViT's, and timm's and LV-ViT's.
+WRAPPERS = ("model", "state_dict")
+
+
+def _unwrapped(content: Any) -> Any:
+    """The weights in what a training script saved, by the names they have in the model."""
+    if not isinstance(content, dict):
+        return content
+    tensors = next((content[key] for key in WRAPPERS if isinstance(content.get(key), dict)), content)
+    parallel = "module."  # as DataParallel calls the model
+    if tensors and all(isinstance(name, str) and name.startswith(parallel) for name in tensors):
+        return {name.removeprefix(parallel): value for name, value in tensors.items()}
     return tensors
 
 

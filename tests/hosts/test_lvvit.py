@@ -267,6 +267,9 @@ def test_calibrated_it_is_close_to_the_host():
 def test_official_weights_load_at_their_size_and_at_another(tmp_path):
     state = build(img_size=224).state_dict()
     path = tmp_path / "lvvit_t-9M-224.pth.tar"
+    torch.save({"state_dict": {f"module.{key}": tensor for key, tensor in state.items()}, "epoch": 299}, path)
+    same = create_host("lvvit_t", str(path), depth=2)
+    assert all(torch.equal(tensor, state[key]) for key, tensor in same.state_dict().items())
     torch.save(state, path)
     same = create_host("lvvit_t", str(path), depth=2)
     assert same.num_classes == 5
