@@ -1,14 +1,17 @@
 import pytest
 import timm
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import sparsifiner as sp
 from sparsifiner.config import TokenConfig
-from sparsifiner.convert import sparse_layers
+from sparsifiner.convert import conversion_of, sparse_layers
 from sparsifiner.errors import ConfigError
 from sparsifiner.inspect.flops import dense_layer, sparse_layer
 from sparsifiner.inspect.statistics import measure
 from sparsifiner.report.paper import flops_rows
+
+from ..conftest import make_vit
 
 ROWS = {(row.model, row.setting): row for row in flops_rows()}
 
@@ -142,3 +145,65 @@ def test_recall_is_the_share_of_attention_kept(vit, photos, tile):
         assert layer.recall == pytest.approx(kept.mean().item(), rel=1e-5)
         assert layer.kept_share == pytest.approx(capture.mask[:, :, 1:].float().mean().item(), rel=1e-5)
         assert layer.score_density == pytest.approx(layer.basis_density, rel=1e-5)  # every coefficient counts
+
+
+FORMS = {
+    "class token": {},
+    "norm after the block": {"block_fn": timm.models.vision_transformer.ResPostBlock},
+    "registers": {"reg_tokens": 4},
+    "no class token": {"class_token": False, "global_pool": "avg"},
+    "attention pooling": {"class_token": False, "global_pool": "map"},
+    "attention pooling, no head": {"class_token": False, "global_pool": "map", "num_classes": 0},
+    "attention pooling beside a class token": {"global_pool": "map", "reg_tokens": 1},
+    "pooling by self-attention": {"global_pool": "prr"},
+}
+
+
+def counted_by_torch(model, images) -> float:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.requires_grad_(False)(images)
+    return counter.get_total_flops() / 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_adds_up_to_torchs_own_count(form):
+    dense = make_vit(**FORMS[form])
+    expected = counted_by_torch(dense, torch.zeros(1, 3, 20, 20))
+    student = sp.sparsify(dense, sp.SparseConfig(1.0, n_down=4))
+    count = sp.count_flops(student)
+    assert count.total == count.dense_total == expected
+    feed_forward = 2 * 2 * 24 * 96 * student.patch_embed.num_patches
+    assert feed_forward <= count.mlp < feed_forward * 1.3  # the blocks', not that of the pooling
+
+    # With half the patches dropped in the second block, what comes after sees fewer. Torch also counts the class
+    # token's attention that ranks them, which the method's own count leaves out.
+    sp.reconfigure(student, tokens=TokenConfig(0.5, blocks=(1,)))
+    ranking = conversion_of(student).grid.num_tokens * 24
+    dropped = sp.count_flops(student)
+    assert dropped.total + ranking == counted_by_torch(student.eval(), torch.zeros(1, 3, 20, 20))
+    assert dropped.dense_total == expected
+
+
+def test_attention_pooling_by_hand():
+    dense = make_vit(class_token=False, global_pool="map")
+    count = sp.count_flops(sp.sparsify(dense, sp.SparseConfig(1.0, n_down=4)))
+    patches, dim, classes = 25, 24, 7
+    embedding, head = patches * 3 * 4 * 4 * dim, dim * classes
+    # One latent query: its projection, keys and values of all patches, scores and values, the output, its own MLP.
+    pooling = dim * dim + 2 * patches * dim * dim + 2 * patches * dim + dim * dim + 2 * dim * 4 * dim
+    assert count.other == embedding + pooling + head
+    assert count.mlp == 2 * patches * 2 * dim * 4 * dim
+
+
+def test_parallel_blocks_and_the_second_head_of_lv_vit():
+    parallel = timm.create_model("vit_small_patch16_18x2_224", depth=1, img_size=32, num_classes=3).eval()
+    count = sp.count_flops(sp.sparsify(parallel, sp.SparseConfig(1.0, n_down=4)))
+    assert count.total == counted_by_torch(parallel, torch.zeros(1, 3, 32, 32))
+
+    model = timm.create_model("lvvit_t", depth=2, img_size=64, num_classes=5).eval()
+    student = sp.sparsify(model, sp.SparseConfig(1.0, n_down=4, tokens=TokenConfig(0.5, blocks=(1,))))
+    counts = sp.count_flops(student)
+    assert counts.dense_total == counted_by_torch(model, torch.zeros(1, 3, 64, 64))
+    with sp.dense_mode(student):
+        all_tokens = sp.count_flops(student)
+    assert all_tokens.other - counts.other == 8 * 240 * 5  # eight of sixteen patches are not classified

@@ -7,8 +7,9 @@ model beside them, so that neither is mistaken for the other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sparsifiner.config import BlockTokens
 from sparsifiner.convert import config_of, conversion_of, restore, sparse_layers
 from sparsifiner.errors import ConfigError
+from sparsifiner.hosts import Host
 from sparsifiner.inspect.statistics import LayerStatistics, measure
 from sparsifiner.nn.attention import SparseAttention
 from sparsifiner.nn.grid import TokenGrid
@@ -168,7 +170,7 @@ def count_flops(
         residual=sum(part.residual for part in parts),
         projections=projections,
         mlp=mlp,
-        other=outside.other + _scorers(student, grid),
+        other=outside.other_at(seen[-1].feed_forward) + _scorers(student, grid),
         dense_attention=dense_attention,
         dense_rest=sum(outside.projections) + sum(outside.mlp) + outside.other,
         convention=convention,
@@ -218,32 +220,59 @@ def _layer(layer: SparseAttention, seen: BlockTokens, density: float, measured: 
 
 @dataclasses.dataclass(frozen=True)
 class Outside:
-    """What the dense host multiplies outside the attention core; by block where that depends on its tokens."""
+    """What the dense host multiplies outside the attention core; by block where that depends on its tokens.
+
+    Attributes:
+        projections: one for each attention layer.
+        mlp: one for each attention layer.
+        other: all else, where the head sees every token.
+        other_at: all else, where the head sees so many tokens; attention pooling and LV-ViT's second head are cheaper
+            where some were dropped.
+    """
 
     projections: list[float]
     mlp: list[float]
     other: float
+    other_at: Callable[[int], float]
 
 
 def outside_attention(student: nn.Module) -> Outside:
     """What `count_flops` counts outside the attention core, by torch's own counter on the meta device."""
     record = conversion_of(student)
-    dense = restore(student).to("meta").eval()
-    height, width = record.host.image_size(dense)
-    channels = next(p for p in dense.parameters() if p.ndim == 4).shape[1]
-    dtype = next(dense.parameters()).dtype
-    image = torch.empty(1, channels, height, width, dtype=dtype, device="meta")
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        dense(image)
-    counts = {name: sum(by_op.values()) / 2 for name, by_op in counter.get_flop_counts().items()}
+    # Without gradients: torch's counter stumbles over a parameter that is expanded, as attention pooling does.
+    dense = restore(student).to("meta").eval().requires_grad_(False)
     root = type(dense).__name__
     sites = [f"{root}.{site.name}" for site in record.host.sites(dense)]
-    attention = sum(counts[name] for name in sites)
-    mlp = [count for name, count in counts.items() if name.endswith(".mlp")]
-    other = counter.get_total_flops() / 2 - attention - sum(mlp)
+    names = {module: f"{root}.{name}" for name, module in dense.named_modules()}
+    blocks = tuple(f"{names[block.module]}." for block in record.host.blocks(dense))
+    all_tokens, counts = record.host.grid(dense).num_tokens, _module_counts(record.host, dense)
+    mlp = {name: count for name, count in counts.items() if name.endswith(".mlp") and name.startswith(blocks)}
+    inside = [*sites, *mlp]
+
+    @functools.cache
+    def other_at(tokens: int) -> float:
+        own = counts if tokens == all_tokens else _module_counts(record.host, dense, tokens)
+        return own[root] - sum(own[name] for name in inside)
+
     return Outside(
         projections=[sum(n for name, n in counts.items() if name.rpartition(".")[0] == site) for site in sites],
         # One for each layer, unless blocks have several attentions or MLPs; tokens are not dropped in such models.
-        mlp=mlp if len(mlp) == len(sites) else [sum(mlp) / len(sites)] * len(sites),
-        other=other,
+        mlp=list(mlp.values()) if len(mlp) == len(sites) else [sum(mlp.values()) / len(sites)] * len(sites),
+        other=other_at(all_tokens),
+        other_at=other_at,
     )
+
+
+def _module_counts(host: Host, dense: nn.Module, tokens: int | None = None) -> dict[str, float]:
+    """Multiply-adds of each module of a model on the meta device; the head sees the first ``tokens`` or all."""
+    height, width = host.image_size(dense)
+    channels = next(p for p in dense.parameters() if p.ndim == 4).shape[1]
+    dtype = next(dense.parameters()).dtype
+    image = torch.empty(1, channels, height, width, dtype=dtype, device="meta")
+    cut = host.last_block(dense).register_forward_hook(lambda block, inputs, output: output[:, :tokens])
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            dense(image)
+    finally:
+        cut.remove()
+    return {name: sum(by_op.values()) / 2 for name, by_op in counter.get_flop_counts().items()}
