@@ -14,7 +14,7 @@ from torch import nn
 
 from sparsifiner.config import SparseConfig
 from sparsifiner.errors import ConfigError, UnsupportedModelError
-from sparsifiner.hosts import Host, table
+from sparsifiner.hosts import Host, find, table
 from sparsifiner.nn.attention import SparseAttention
 from sparsifiner.nn.grid import TokenGrid
 from sparsifiner.tokens.dynamicvit import TokenScorer
@@ -43,12 +43,7 @@ def find_host(model: nn.Module) -> Host:
     """The host whose models this is one of, or an error that says why there is none."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch module, got {type(model).__name__}")
-    refusals = []
-    for host in table().values():
-        if (reason := host.refusal(model)) is None:
-            return host
-        refusals.append(f"{reason} (supported: {host.supported})")
-    raise UnsupportedModelError(f"{type(model).__name__} cannot be converted: " + "; ".join(refusals))
+    return find(model)
 
 
 def host_of(model: nn.Module) -> Host:

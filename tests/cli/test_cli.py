@@ -201,7 +201,7 @@ def test_demo_on_digits(monkeypatch, tmp_path):
         (["eval", "nothing.safetensors", "--data", "x"], "nothing.safetensors does not exist"),
         (["flops"], "no model: give --model NAME"),
         (["flops", "--model", "deit_tinny_patch16_224"], "did you mean deit_tiny_patch16_224"),
-        (["flops", "--model", "resnet18"], "it has no attention"),
+        (["flops", "--model", "resnet18"], "none of its modules is called attention"),
         (["flops", "--model", NAME, "--keep", "1.5"], "keep must be a share of the tokens in (0, 1]"),
         (["flops", "--model", NAME, "--keep", "half"], "--keep: expected numbers between commas, got 'half'"),
         (["flops", "--model", NAME, "--keep", "0.5,0.5"], "keep lists 2 values but the model has 12"),

@@ -637,9 +637,12 @@ def test_attention_dropout():
     ("name", "settings", "reason"),
     [
         ("SwinModel", {"embed_dim": 8, "depths": [1], "num_heads": [1]}, "inside shifted windows"),
-        ("BeitModel", SHAPE | MLP, "relative-position bias"),
+        ("BeitModel", SHAPE | MLP | {"use_relative_position_bias": True}, "relative-position bias"),
+        ("BeitModel", SHAPE | MLP, "it is not one of the models of transformers that are known"),  # without that bias
+        ("DINOv3ViTModel", SHAPE | MLP, "rotary embedding"),
+        ("DINOv3ConvNextModel", {}, "none of its modules is called attention"),
         ("ViTMAEModel", SHAPE | MLP, "it is not one of the models of transformers that are known"),
-        ("CLIPModel", {"vision_config": VISION, "text_config": TEXT}, "convert its vision_model"),
+        ("SiglipVisionModel", SHAPE | MLP, "it is not one of the models of transformers that are known"),
     ],
 )
 def test_models_that_cannot_be_converted_hear_why(name, settings, reason):
@@ -649,7 +652,24 @@ def test_models_that_cannot_be_converted_hear_why(name, settings, reason):
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         sp.sparsify(model, SPARSE)
     assert "supported: Hugging Face's ViT, DeiT" in str(caught.value)
+    assert "timm" not in str(caught.value)  # the host that knows the library speaks
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "place"),
+    [
+        ("CLIPModel", {"vision_config": VISION, "text_config": TEXT}, "vision_model"),
+        ("ViTForMaskedImageModeling", SHAPE | MLP, "vit"),
+        ("TimmWrapperModel", {"architecture": "vit_tiny_patch16_224"}, "timm_model"),
+    ],
+)
+def test_models_that_hold_one_hear_which(name, settings, place):
+    kind = getattr(transformers, name)
+    with torch.device("meta"):
+        model = kind(kind.config_class(**settings))
+    with pytest.raises(UnsupportedModelError, match=f"in it can: convert its {place} and put the copy in its place"):
+        sp.sparsify(model, SPARSE)
 
 
 def test_a_clip_tower_is_put_back_in_its_place():
@@ -695,7 +715,7 @@ def test_the_table_has_what_is_installed(monkeypatch):
     assert list(hosts.table()) == ["timm", "huggingface"]
     without_transformers(monkeypatch)
     assert list(hosts.table()) == ["timm"]
-    with pytest.raises(UnsupportedModelError, match="it is not a timm VisionTransformer"):
+    with pytest.raises(UnsupportedModelError, match="it is not a model of timm .supported"):
         find_host(make())
 
 
@@ -709,7 +729,7 @@ def test_timm_models_do_not_import_transformers():
         try:
             sp.sparsify(torch.nn.Linear(1, 1), sp.SparseConfig(0.5))
         except sp.SparsifinerError as error:
-            assert "it is not a model of transformers" in str(error), error
+            assert "it is not a model of timm or transformers" in str(error), error
         print("transformers" in sys.modules)
     """
     code = "\n".join(line[8:] for line in code.splitlines())

@@ -110,26 +110,100 @@ def test_unfused_attention_is_the_same_host():
     check(model, (20, 20))
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("swin_tiny_patch4_window7_224", "inside shifted windows"),
-        ("resnet18", "it has no attention"),
-        ("eva02_tiny_patch14_224", "rotary"),
-        ("beit_base_patch16_224", "relative-position bias"),
-        ("mixer_s32_224", "it has no attention"),
-        ("pit_ti_224", "it is not a timm VisionTransformer"),
-        ("vit_relpos_small_patch16_224", "relative-position bias"),
-        ("xcit_nano_12_p16_224", "over channels"),
-    ],
-)
-def test_models_that_cannot_be_converted_hear_why(name, reason):
+WINDOWS = "its attention already works inside shifted windows, not over all tokens"
+ROTARY = "it rotates queries and keys by position"
+RELATIVE = "it adds a relative-position bias to the attention logits"
+NONE = "none of its modules is called attention"
+OTHER = "it is not a timm VisionTransformer"
+
+# One of each kind, small ones; what was said of them was read in timm's sources.
+REFUSED = {
+    "swin_tiny_patch4_window7_224": WINDOWS,
+    "swinv2_tiny_window8_256": WINDOWS,
+    "eva02_tiny_patch14_224": ROTARY,
+    "vit_small_patch16_rope_224": ROTARY,
+    "qwen3_vit_88m_enc": ROTARY,
+    "eva_giant_patch14_224": OTHER,  # no rotary embedding in this one
+    "beit_base_patch16_224": RELATIVE,
+    "vit_relpos_small_patch16_224": RELATIVE,
+    "samvit_base_patch16": RELATIVE,
+    "coatnet_nano_rw_224": RELATIVE,  # of one class with MaxViT, without its windows
+    "efficientformer_l1": RELATIVE,
+    "efficientformerv2_s0": RELATIVE,
+    "levit_128s": RELATIVE,
+    "tiny_vit_5m_224": RELATIVE,
+    "mvitv2_tiny": RELATIVE,
+    "maxvit_nano_rw_256": "inside windows and grids",
+    "davit_tiny": "inside windows and over channels",
+    "cait_xxs24_224": "talking-heads",
+    "xcit_nano_12_p16_224": "over channels",
+    "shvit_s1": "its attention has one head",
+    "efficientvit_b0": "its attention is linear",
+    "efficientvit_m0": "its heads run one after the other",
+    "pit_ti_224": OTHER,
+    "caformer_s18": OTHER,
+    "pvt_v2_b0": OTHER,
+    "naflexvit_base_patch16_gap": OTHER,
+    "mobilevit_xxs": OTHER,
+    "resnest14d": OTHER,  # its "split attention" is of channels
+    "resnet18": NONE,
+    "mixer_s32_224": NONE,
+    "convformer_s18": NONE,
+    "focalnet_tiny_srf": NONE,
+    "vit_dpwee_patch16_reg1_gap_256": "its blocks .DiffParallelScalingBlock. hold no attention module of a known kind",
+    "vit_dwee_patch16_reg1_gap_256": "its blocks .Block. hold no attention module of a known kind",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_cannot_be_converted_hear_why(name):
     with torch.device("meta"):
         model = timm.create_model(name)
-    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+    with pytest.raises(UnsupportedModelError, match=REFUSED[name]) as caught:
         sp.sparsify(model, sp.SparseConfig(0.5))
     assert "supported: timm's VisionTransformer family" in str(caught.value)
+    assert "Hugging Face" not in str(caught.value)  # the host that knows the library speaks
     assert "\n" not in str(caught.value)
+
+
+def test_models_of_no_library_hear_why():
+    from torchvision.models import vit_b_16
+
+    with torch.device("meta"):
+        foreign = vit_b_16()
+    with pytest.raises(UnsupportedModelError, match="it is not a model of timm or transformers") as caught:
+        find_host(foreign)
+    assert "timm's VisionTransformer family" in str(caught.value)
+    assert "Hugging Face's ViT" in str(caught.value)
+    with pytest.raises(UnsupportedModelError, match="the VisionTransformer in it can: convert its module"):
+        find_host(torch.nn.DataParallel(make_vit()))
+
+
+def test_features_only_is_converted_by_what_it_holds():
+    net = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=3, features_only=True).eval()
+    images = torch.randn(2, 3, 64, 64)
+    expected = net(images)
+    with pytest.raises(UnsupportedModelError, match="the VisionTransformer in it can: convert its model and put"):
+        sp.sparsify(net, sp.SparseConfig(0.3, n_down=4))
+    net.model = sp.sparsify(net.model, sp.SparseConfig(1.0, n_down=4))
+    assert all(torch.equal(one, other) for one, other in zip(net(images), expected, strict=True))
+    sp.reconfigure(net.model, keep=0.2)
+    assert not torch.equal(net(images)[-1], expected[-1])
+
+
+def test_tracing_by_torch_fx_is_refused_with_what_to_do():
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    student = sp.sparsify(make_vit(), sp.SparseConfig(0.3, n_down=5)).eval()
+    with pytest.raises(UnsupportedModelError, match=r"sparsifiner.feature_map.*student.forward_intermediates"):
+        create_feature_extractor(student, ["blocks.1"])
+    with pytest.raises(UnsupportedModelError, match="cannot be traced by torch.fx"):
+        torch.fx.symbolic_trace(student)
+    images = torch.randn(2, 3, 20, 20)
+    (features,) = student.forward_intermediates(images, indices=1, intermediates_only=True)
+    torch.testing.assert_close(features, sp.feature_map(student, images)[0])
+    extractor = create_feature_extractor(sp.restore(student), ["blocks.1"])  # the host again can
+    assert extractor(images)["blocks.1"].shape == (2, 26, 24)
 
 
 def test_vits_that_cannot_be_converted_hear_why():

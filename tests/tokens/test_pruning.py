@@ -1,5 +1,6 @@
 """Tokens dropped for real, against straightforward code that is written here anew."""
 
+import copy
 import math
 
 import pytest
@@ -610,3 +611,24 @@ def test_distillation_with_dropped_tokens(host, photos, changes):
     changed = {name for name, p in student.named_parameters() if not torch.equal(p, before[name])}
     assert any(".scorer." in name for name in changed) == ("ratio" in last)
     assert "blocks.0.mlp.fc1.weight" in changed
+
+
+def test_tokens_that_are_left_are_not_laid_out_as_if_they_were_all(vit):
+    """timm's own method does not notice: 12 of 25 patches of 24 channels are 25 of another number, if it divides."""
+    from timm.models._features import FeatureGetterNet
+
+    photos = torch.randn(6, 3, 20, 20)
+    student = sp.sparsify(vit, sp.SparseConfig(0.5, n_down=4, tokens=sp.TokenConfig(0.5, blocks=(1,)))).eval()
+    for model in (student, copy.deepcopy(student)):
+        with pytest.raises(ConfigError, match=r"sparsifiner.feature_map\(student, images\) puts them back"):
+            model.forward_intermediates(photos)
+        with pytest.raises(ConfigError, match="lays out all tokens and this model drops some"):
+            FeatureGetterNet(model, out_indices=[1], prune=False)(photos)
+        left = model.forward_intermediates(photos, output_fmt="NLC", intermediates_only=True)
+        assert [tokens.shape[1] for tokens in left] == [25, 13]
+        with sp.dense_mode(model):
+            assert model.forward_intermediates(photos)[1][1].shape == (6, 24, 5, 5)
+    dense = sp.restore(student)
+    assert torch.equal(dense.forward_intermediates(photos)[0], vit.forward_intermediates(photos)[0])
+    sp.reconfigure(student, tokens=None)
+    assert student.forward_intermediates(photos)[1][1].shape == (6, 24, 5, 5)

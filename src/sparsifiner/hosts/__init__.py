@@ -8,8 +8,11 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+import torch.fx
 from torch import Tensor, nn
 
+from sparsifiner.errors import UnsupportedModelError
 from sparsifiner.nn.attention import AttentionAdapter
 from sparsifiner.nn.grid import TokenGrid
 
@@ -66,9 +69,10 @@ class Host:
     """A library whose models can be converted.
 
     Attributes:
-        name: how messages and checkpoints call it.
+        name: how checkpoints call it.
+        library: the package that its models come from.
         supported: one line for people whose model is not.
-        refusal: one line that says why this model cannot be converted, or None if it can.
+        refusal: one line that says why this model of the library cannot be converted, or None if it can.
         grid: the model's token grid at its own input size.
         watch: makes the grid follow the size of each input; returns a handle with ``remove()``.
         sites: the attention modules in the order they run.
@@ -85,6 +89,7 @@ class Host:
     """
 
     name: str
+    library: str
     supported: str
     refusal: Callable[[nn.Module], str | None]
     grid: Callable[[nn.Module], TokenGrid]
@@ -100,6 +105,42 @@ class Host:
     unused: Callable[[nn.Module], set[str]]
     logits: Callable[[Any], Tensor]
 
+    def owns(self, model: nn.Module) -> bool:
+        """Whether a model comes from this host's library, convertible or not: then `refusal` can tell."""
+        return comes_from(model, self.library)
+
+
+def comes_from(model: nn.Module, package: str) -> bool:
+    """Whether a model's class, or one it was derived from, is of this package."""
+    return any(f"{kind.__module__}.".startswith(f"{package}.") for kind in type(model).__mro__)
+
+
+# Of parameters of attention that adds a bias to the logits by how far apart query and key are.
+RELATIVE = ("rel_pos", "relative_position_bias", "attention_bias")
+
+
+def obstacle(model: nn.Module) -> str | None:
+    """What in a model that no host knows stands in the way, as far as its parts show it."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    if any("rope" in kind.lower() or "rotary" in kind.lower() for kind in kinds):
+        return "it rotates queries and keys by position (rotary embedding), which its attention applies inside"
+    if any(mark in name for name, _ in model.named_parameters() for mark in RELATIVE):
+        return "it adds a relative-position bias to the attention logits"
+    names = kinds | {name for name, _ in model.named_modules()}
+    if not any("attn" in name.lower() or "attention" in name.lower() for name in names):
+        return "none of its modules is called attention"
+    return None
+
+
+def refuse_tracing(images: Any) -> None:
+    """torch.fx records what is done to stand-ins, which have no size; what a grid is cannot be told from them."""
+    if isinstance(images, torch.fx.Proxy):
+        raise UnsupportedModelError(
+            "a converted model cannot be traced by torch.fx (torchvision's create_feature_extractor does that): take "
+            "features with sparsifiner.feature_map(student, images) or, of timm's models, with "
+            "student.forward_intermediates(images)"
+        )
+
 
 # Hosts whose library is optional, and that library; the extra that installs it has the host's name.
 OPTIONAL = {"huggingface": "transformers"}
@@ -110,3 +151,20 @@ def table() -> dict[str, Host]:
     names = ["timm", *(name for name, library in OPTIONAL.items() if importlib.util.find_spec(library))]
     hosts = (importlib.import_module(f"sparsifiner.hosts.{name}").HOST for name in names)
     return {host.name: host for host in hosts}
+
+
+def find(model: nn.Module) -> Host:
+    """The host whose models this is one of; the one whose library it comes from says why it cannot be converted."""
+    hosts = list(table().values())
+    host = next((host for host in hosts if host.owns(model)), None)
+    reason = f"it is not a model of {' or '.join(host.library for host in hosts)}"
+    if host is not None and (reason := host.refusal(model)) is None:
+        return host
+    for name, part in model.named_modules():  # CLIP with its text tower, features_only=True, a wrapper of any kind
+        if part is not model and any(other.owns(part) and other.refusal(part) is None for other in hosts):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be converted, but the {type(part).__name__} in it can: convert its "
+                f"{name} and put the copy in its place"
+            )
+    supported = "; ".join(known.supported for known in hosts if host in (None, known))
+    raise UnsupportedModelError(f"{type(model).__name__} cannot be converted: {reason} (supported: {supported})")

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsifiner.errors import CheckpointError, ConfigError, DataError
-from sparsifiner.hosts import BlockAdapter, BlockSite, Host, Site
+from sparsifiner.hosts import BlockAdapter, BlockSite, Host, Site, obstacle, refuse_tracing
 from sparsifiner.nn.attention import NO_MASK, AttentionAdapter
 from sparsifiner.nn.grid import TokenGrid
 
@@ -25,16 +25,6 @@ SUPPORTED = (
     "Hugging Face's ViT, DeiT (distilled too), DINOv2 (with registers too) and CLIP's vision tower, with a classifier "
     "or without"
 )
-
-# Why other models of transformers cannot be converted, by the start of the class name.
-REASONS = {
-    "CLIPModel": "it has a text tower too: convert its vision_model and put the copy in its place",
-    "TimmWrapper": "it is a wrapped timm model: convert its timm_model and put the copy in its place",
-    "Swin": "its attention already works inside shifted windows, not over all tokens",
-    "Beit": "it adds a learned relative-position bias to the attention logits",
-    "Data2VecVision": "it adds a learned relative-position bias to the attention logits",
-    "DINOv3": "it rotates queries and keys by position (rotary embedding), which its attention applies inside",
-}
 
 # By the numbers of PIL.
 INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic")
@@ -318,10 +308,9 @@ def _sites(model: nn.Module) -> Iterator[Site]:
 def _refusal(model: nn.Module) -> str | None:
     member = _find(model)
     if member is None:
-        if not any(map(_is_theirs, type(model).__mro__)):
-            return "it is not a model of transformers"
-        starts = (start for start in REASONS if type(model).__name__.startswith(start))
-        return REASONS.get(next(starts, ""), "it is not one of the models of transformers that are known")
+        if type(model).__name__.startswith("Swin"):
+            return "its attention already works inside shifted windows, not over all tokens"
+        return obstacle(model) or "it is not one of the models of transformers that are known"
     family, attention = member.family, member.family.attention
     sites: list[Any] = []
     with contextlib.suppress(AttributeError):  # built otherwise
@@ -378,6 +367,7 @@ class _GridWatcher:
 
     def __call__(self, embeddings: Any, inputs: tuple[Any, ...], settings: dict[str, Any]) -> None:
         pixels = inputs[0] if inputs else settings["pixel_values"]
+        refuse_tracing(pixels)
         height, width = pixels.shape[-2:]
         fixed = not self.any_size and not settings.get("interpolate_pos_encoding")
         if fixed:
@@ -528,6 +518,7 @@ def _logits(output: Any) -> Tensor:
 
 HOST = Host(
     name="huggingface",
+    library="transformers",
     supported=SUPPORTED,
     refusal=_refusal,
     grid=_grid,

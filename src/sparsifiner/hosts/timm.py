@@ -14,7 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from sparsifiner.errors import CheckpointError, DataError
-from sparsifiner.hosts import BlockAdapter, BlockSite, Host, Site
+from sparsifiner.hosts import BlockAdapter, BlockSite, Host, Site, obstacle, refuse_tracing
 from sparsifiner.hosts.lvvit import LVViT  # registers it with timm too, so that `_build` finds it by name
 from sparsifiner.nn.attention import NO_MASK, AttentionAdapter
 from sparsifiner.nn.grid import TokenGrid
@@ -24,16 +24,16 @@ SUPPORTED = (
     "with or without class token, registers, layer scale or qk-norm"
 )
 
-# Why well-known families that are not VisionTransformers cannot be converted, by the start of the class name.
+# Why families that are not VisionTransformers cannot be converted, by the start of the class name, where their parts do
+# not show it.
 REASONS = {
     "SwinTransformer": "its attention already works inside shifted windows, not over all tokens",
-    "Eva": "it rotates queries and keys by position (rotary embedding), which its attention applies inside",
-    "Beit": "it adds a learned relative-position bias to the attention logits",
-    "VisionTransformerRelPos": "it adds a relative-position bias to the attention logits",
-    "VisionTransformerSAM": "its attention works in windows with a relative-position bias",
     "Cait": "its talking-heads attention mixes heads before and after the softmax",
     "Xcit": "its attention is over channels, not over tokens",
-    "MaxxVit": "its attention works inside windows and grids, not over all tokens",
+    "DaVit": "its attention works inside windows and over channels, not over all tokens",
+    "SHViT": "its attention has one head, over some of the channels, between convolutions",
+    "EfficientVitMsra": "its heads run one after the other, each on what the last one gave",
+    "EfficientVit": "its attention is linear: without a softmax there are no weights of which to keep the largest",
 }
 
 
@@ -83,6 +83,7 @@ class _GridWatcher:
     grid: TokenGrid
 
     def __call__(self, patch_embed: Any, inputs: tuple[Any, ...]) -> None:
+        refuse_tracing(inputs[0])
         height, width = inputs[0].shape[-2:]
         expected = patch_embed.img_size
         fixed = False
@@ -134,14 +135,8 @@ def _watch(model: Any, grid: TokenGrid) -> Any:
 
 
 def _refusal(model: nn.Module) -> str | None:
-    name = type(model).__name__
     if not isinstance(model, VisionTransformer):
-        for start, reason in REASONS.items():
-            if name.startswith(start):
-                return reason
-        if not any("attn" in part or "attention" in part.lower() for part, _ in model.named_modules()):
-            return "it has no attention"
-        return "it is not a timm VisionTransformer"
+        return _why_not(model)
     if not isinstance(model.patch_drop, nn.Identity):
         return "it drops patches in training (patch_drop_rate): make it with patch_drop_rate=0"
     sites = list(_sites(model))
@@ -150,6 +145,15 @@ def _refusal(model: nn.Module) -> str | None:
     if any(getattr(site.module, "attn_drop", nn.Dropout(0)).p > 0 for site in sites):
         return "it uses attention dropout: make it with attn_drop_rate=0"
     return None
+
+
+def _why_not(model: nn.Module) -> str:
+    """Of a model of timm that is no VisionTransformer."""
+    name = type(model).__name__
+    if any("Partition" in type(module).__name__ for module in model.modules()):
+        return "its attention works inside windows and grids, not over all tokens"
+    known = next((reason for start, reason in REASONS.items() if name.startswith(start)), None)
+    return known or obstacle(model) or "it is not a timm VisionTransformer"
 
 
 def _grid(model: Any) -> TokenGrid:
@@ -260,6 +264,7 @@ def _logits(output: Any) -> Tensor:
 
 HOST = Host(
     name="timm",
+    library="timm",
     supported=SUPPORTED,
     refusal=_refusal,
     grid=_grid,

@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 from torch import nn
 
 from sparsifiner.config import TokenConfig
-from sparsifiner.errors import UnsupportedModelError
+from sparsifiner.errors import ConfigError, UnsupportedModelError
 from sparsifiner.hosts import Host
 from sparsifiner.nn.attention import SparseAttention
 from sparsifiner.nn.grid import TokenGrid
 from sparsifiner.tokens.block import PruningBlock
 from sparsifiner.tokens.dynamicvit import TokenScorer
+
+# The method of timm's models that lays the tokens of several blocks out on the grid; `features_only=True` calls it too.
+LAYOUT = "forward_intermediates"
+
+
+@dataclasses.dataclass
+class _LayOut:
+    """Stands before that method in a model that drops tokens: what is left would be laid out as if it were all.
+
+    An object, not a closure, so that a deep copy of the model has one of its own.
+    """
+
+    model: nn.Module
+    grid: TokenGrid
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        drops = self.grid.prunes and any(block.config.keep < 1 for block in pruning_blocks(self.model))
+        if drops and settings.get("output_fmt", "NCHW") != "NLC":
+            raise ConfigError(
+                f"{LAYOUT} lays out all tokens and this model drops some: sparsifiner.feature_map(student, images) "
+                "puts them back on the grid, output_fmt='NLC' gives those that are left"
+            )
+        return getattr(type(self.model), LAYOUT)(self.model, *arguments, **settings)
 
 
 def pruning_blocks(model: nn.Module) -> list[PruningBlock]:
@@ -47,10 +73,13 @@ def install_pruning(
     for number in blocks:
         block = PruningBlock(sites[number], grid, config, number, host.class_token(model), scorers.get(number))
         sites[number].put(block)
+    if hasattr(type(model), LAYOUT):
+        setattr(model, LAYOUT, _LayOut(model, grid))
 
 
 def remove_pruning(model: nn.Module, host: Host) -> None:
     """Puts the host's own blocks back."""
+    model.__dict__.pop(LAYOUT, None)
     for site in host.blocks(model):
         if isinstance(site.module, PruningBlock):
             site.put(site.module.release())
