@@ -3,9 +3,20 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+
+from sparsifiner import processor
+
+# Tests write nowhere but in temporary folders, and caches of this user's are not theirs. Workers inherit the folder.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _caches = tempfile.TemporaryDirectory(prefix="sparsifiner-tests-")
+    os.environ["XDG_CACHE_HOME"] = _caches.name
+# Before torch, whose bfloat16 would take the tests' process along where it faults.
+processor.limit()
+
 import torch
 
 # `make sanitize` puts its own build of the kernels in place of the installed one; after torch, as always.

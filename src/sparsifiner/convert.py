@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparsifiner import processor
 from sparsifiner.config import SparseConfig
 from sparsifiner.errors import ConfigError, UnsupportedModelError
 from sparsifiner.hosts import Host, find, table
@@ -96,6 +97,8 @@ def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
     if not isinstance(config, SparseConfig):
         raise ConfigError(f"expected a SparseConfig, got {type(config).__name__}")
     host = find_host(model)
+    if any(weight.dtype is torch.bfloat16 and weight.device.type == "cpu" for weight in model.parameters()):
+        processor.warn()
     with torch.inference_mode(False):  # tensors made in inference mode could never be calibrated or trained
         student = copy.deepcopy(model)
         sites = list(host.sites(student))

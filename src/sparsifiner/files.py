@@ -1,4 +1,4 @@
-"""Writing files so that nothing is lost: to a temporary name beside the target, then renamed."""
+"""Writing files so that nothing is lost: to a temporary name beside the target, then renamed; and where caches go."""
 
 from __future__ import annotations
 
@@ -27,3 +27,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def cache_folder() -> Path:
+    """Where this user's caches go, by the XDG convention."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "sparsifiner"

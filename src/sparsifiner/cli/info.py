@@ -37,7 +37,7 @@ def _environment() -> dict[str, Any]:
     import timm
     import torch
 
-    from sparsifiner import __version__, hosts
+    from sparsifiner import __version__, hosts, processor
     from sparsifiner.ops import cpu, dispatch
 
     reasons = dispatch.reasons(torch.empty(1, 1, 2, 8))
@@ -50,6 +50,7 @@ def _environment() -> dict[str, Any]:
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "threads": torch.get_num_threads(),
         "kernels": kernels,
+        "bfloat16 of torch": processor.describe(),
         "hosts": {name: host.supported for name, host in hosts.table().items()},
         "backends": {name: reason or "can run" for name, reason in reasons.items()},
     }

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from sparsifiner import __version__
+from sparsifiner import __version__, processor
 from sparsifiner.cli import (
     bench,
     calibrate,
@@ -55,7 +55,8 @@ def _version(wanted: bool) -> None:
 def _main(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
-    pass
+    if not {"-h", "--help"} & set(sys.argv):  # which is answered at once
+        processor.limit()  # before a verb imports torch
 
 
 def run() -> None:

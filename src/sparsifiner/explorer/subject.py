@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from sparsifiner.errors import CheckpointError, ConfigError, DataError, Sparsifi
 from sparsifiner.explorer.pictures import Lens, lens_of
 from sparsifiner.explorer.refusal import Refusal
 from sparsifiner.explorer.samples import Gallery, Sample, digit_samples, file_samples, photo_samples
+from sparsifiner.files import cache_folder
 from sparsifiner.models import create_host
 from sparsifiner.progress import Progress
 
@@ -179,9 +179,3 @@ def _digits_student(progress: Progress | None) -> tuple[nn.Module, bool]:
     except (SparsifinerError, OSError):
         return student, False
     return student, True
-
-
-def cache_folder() -> Path:
-    """Where this user's caches go, by the XDG convention."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "sparsifiner"
