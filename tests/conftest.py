@@ -28,6 +28,8 @@ if path := os.environ.get("SPARSIFINER_NATIVE"):
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from .untouched import pytest_sessionfinish, pytest_sessionstart, pytest_terminal_summary  # noqa: F401 - hooks
+
 # Set here so that every test process, also one started by hand, leaves the other core to its neighbour.
 torch.set_num_threads(1)
 

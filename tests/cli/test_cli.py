@@ -165,12 +165,13 @@ def test_info_names_versions_hosts_and_backends():
     assert "backends:" in run("info").stdout
 
 
-def test_demo_on_a_real_model(folder):
+def test_demo_on_a_real_model(folder, tmp_path):
     result = run(
         "demo", "--model", NAME, "--weights", folder / "weights.safetensors", "--data", folder / "images",
         "--calibration-data", folder / "images", "--keep", "0.5,0.1", "--n-down", 4, "--images", 6, "--limit", 9,
-        "--image-size", 64, "--json",
+        "--image-size", 64, "--report", tmp_path / "report.html", "--json",
     )  # fmt: skip
+    assert "On 9 images" in (tmp_path / "report.html").read_text()
     rows = json.loads(result.stdout)
     assert [row["form"] for row in rows] == ["dense"] + ["paper form"] * 2 + ["residual"] * 2 + [
         "residual + tile 2x2"
