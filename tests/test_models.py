@@ -1,5 +1,7 @@
 import argparse
+import logging
 import pickle
+import warnings
 
 import pytest
 import timm
@@ -104,10 +106,25 @@ def test_a_hostile_pickle_is_refused_unopened(tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-def test_no_network_is_said_plainly(monkeypatch):
+def test_no_network_is_said_plainly(monkeypatch, capfd, recwarn):
     def refuse(*args, **kwargs):
+        client = logging.getLogger("huggingface_hub.utils._http")
+        client.warning("no route; Retrying in 1s [Retry 1/5]")
+        warnings.warn("no route", stacklevel=1)
         raise ConnectionError("no route")
+
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
+    logger.addHandler(handler := logging.StreamHandler())
 
     monkeypatch.setattr("timm.create_model", refuse)
     with pytest.raises(CheckpointError, match="cannot fetch the weights of .* give a file with --weights"):
         create_host(NAME, "hub")
+    logger.removeHandler(handler)
+    assert capfd.readouterr().err == ""  # one line is enough, and that is the error's
+    assert not recwarn.list
+    assert logger.level == level
+
+
+def test_random_weights_by_name():
+    assert create_host(NAME, "random", **SMALL).num_classes == 1000

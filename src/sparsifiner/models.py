@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import logging
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,9 @@ from torch import nn
 import sparsifiner.hosts.lvvit  # noqa: F401 - registers LV-ViT with timm, so that it is found by name
 from sparsifiner.errors import CheckpointError, ConfigError
 
+# What to say for --weights where random ones are meant.
+RANDOM = "random"
+
 
 def create_host(name: str, weights: str | None = None, **arguments: Any) -> nn.Module:
     """Makes a timm model in evaluation mode.
@@ -22,7 +29,8 @@ def create_host(name: str, weights: str | None = None, **arguments: Any) -> nn.M
     Args:
         name: a name timm knows.
         weights: a file (``.safetensors``, or an official ``.pth`` read with ``weights_only``, a training script's
-            checkpoint too), ``"hub"`` for timm's pretrained weights over the network, or None for random weights.
+            checkpoint too), ``"hub"`` for timm's pretrained weights over the network, ``"random"`` or
+            None for random weights.
         **arguments: for ``timm.create_model``, such as ``img_size``.
     """
     if not timm.is_model(name.split(".")[0]):
@@ -31,19 +39,36 @@ def create_host(name: str, weights: str | None = None, **arguments: Any) -> nn.M
         raise ConfigError(f"timm has no model {name!r}{hint}")
     if weights == "hub":
         try:
-            return timm.create_model(name, pretrained=True, **arguments).eval()
+            with _quiet():
+                return timm.create_model(name, pretrained=True, **arguments).eval()
         except Exception as error:  # whatever the hub client raises without a network
             raise CheckpointError(
                 f"cannot fetch the weights of {name} from timm's hub ({type(error).__name__}): without a network, "
                 "give a file with --weights"
             ) from error
-    tensors = None if weights is None else read_weights(weights)
+    tensors = None if weights in (None, RANDOM) else read_weights(weights)
     if tensors is not None and "head.weight" in tensors:
         arguments.setdefault("num_classes", tensors["head.weight"].shape[0])
     model = timm.create_model(name, pretrained=False, **arguments)
     if tensors is not None:
         _fill(model, tensors, name, weights)
     return model.eval()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The hub's client logs every attempt to reach it; one line at the end says more. Its progress bars stay."""
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "timm")]
+    before = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, before, strict=True):
+                logger.setLevel(level)
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:

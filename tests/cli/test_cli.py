@@ -1,6 +1,7 @@
 """The command as a user meets it: what it prints, what it writes, how it refuses."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import sys
 import pytest
 import timm
 import torch
+import typer
 from PIL import Image
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -19,6 +21,7 @@ from sparsifiner.cli.main import app
 from ..conftest import sharpen
 
 NAME = "vit_tiny_patch16_224"
+RANDOM = ("--weights", "random")
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +75,13 @@ def test_calibrate_then_eval_info_and_flops(folder):
     assert dense["images"] == sparse["images"] == 12
     assert dense["agreement"] == 100
     assert sparse["kept_share"] < 1
+    assert (dense["keep"], sparse["keep"]) == (None, 0.3)
+    by_layer = ",".join(["0.5", "0.25"] * 6)
+    arguments = ("eval", path, "--data", folder / "images", "--keep", by_layer)
+    assert json.loads(run(*arguments, "--json").stdout)["rows"][1]["keep"] == [0.5, 0.25] * 6
+    assert "mean 0.375" in run(*arguments).stdout
+    linformer = json.loads(run("eval", path, "--data", folder / "images", "--pattern", "linformer", "--json").stdout)
+    assert linformer["rows"][1]["keep"] is None  # it keeps no keys
     assert "top-1 %" in run("eval", path, "--data", folder / "images", "--no-residual", "--tile", "2x2").stdout
 
     about = json.loads(run("info", path, "--json").stdout)
@@ -209,12 +219,20 @@ def test_demo_on_digits(monkeypatch, tmp_path):
         (["flops", "--model", NAME, "--n-down", "500"], "n_down=500 is more landmarks than the 14 x 14 grid"),
         (["demo", "--model", NAME], "needs --data to evaluate on and other --calibration-data"),
         (["demo", "--tile", "2by2"], "--tile: expected ROWSxCOLUMNS, such as 2x7"),
-        (["calibrate", "--model", NAME, "--data", "nowhere", "--out", "x"], "nowhere does not exist"),
+        (["calibrate", "--model", NAME, *RANDOM, "--data", "nowhere", "--out", "x"], "nowhere does not exist"),
+        (
+            ["calibrate", "--model", NAME, "--data", "x", "--out", "y"],
+            "without --weights: give a file of weights, 'hub'",
+        ),
+        (["train", "--model", NAME, "--data", "x", "--out", "y"], "or 'random' if that is meant"),
+        (["demo", "--model", NAME, "--data", "x", "--calibration-data", "y"], f"--model {NAME} without --weights"),
+        (["figures", "x", "--image", "x.png", "--model", NAME], f"--model {NAME} without --weights"),
+        (["report", "x", "--model", NAME], f"--model {NAME} without --weights"),
         (["train", "--data", "x", "--out", "y", "--recipe", "nope"], "no recipe 'nope': give a TOML file, or one of"),
         (["train", "--data", "x", "--out", "y", "--elastic", "1"], "elastic: expected LOW:HIGH"),
         (["train", "--data", "x", "--out", "y", "--keep", "2"], "keep must be at least 0 and at most 1"),
         (["train", "--data", "x", "--out", "y", "--cache-teacher"], "images that are the same in every epoch"),
-        (["train", "--data", "nowhere", "--out", "y", "--model", NAME], "nowhere does not exist"),
+        (["train", "--data", "nowhere", "--out", "y", "--model", NAME, *RANDOM], "nowhere does not exist"),
         (["train", "--data", "x", "--out", "y", "--token-keep", "0"], "the tokens' keep must be a share"),
         (["tables", "nothing.safetensors"], "give both checkpoints and --data"),
         (["sweep", "nothing.safetensors", "--data", "x", "--cost", "money"], "--cost must be total_macs"),
@@ -261,30 +279,46 @@ def test_broken_images_are_named_and_skipped_if_asked(folder, tmp_path):
 
     images = shutil.copytree(folder / "images", tmp_path / "images")
     (images / "bee" / "0.png").write_bytes(b"broken")
-    arguments = [
-        "calibrate",
-        "--model",
-        NAME,
-        "--image-size",
-        64,
-        "--data",
-        images,
-        "--n-down",
-        4,
-        "--out",
-        tmp_path / "s",
-    ]
-    with pytest.raises(sp.SparsifinerError, match="cannot read image bee/0.png"):
+    arguments = ["calibrate", "--model", NAME, *RANDOM, "--image-size", 64, "--data", images, "--n-down", 4]
+    arguments += ["--out", tmp_path / "s"]
+    with pytest.raises(sp.SparsifinerError, match="cannot read image bee/0.png.*on the command line --skip-unreadable"):
         run(*arguments)
     assert not (tmp_path / "s").exists()
     result = run(*arguments, "--skip-unreadable")
     assert "skipped bee/0.png" in result.stderr
     assert "skipped 1 of 12 images" in result.stderr
+    assert f"{images} holds 12 images, fewer than the 256 wanted: all are used" in result.stderr
+    assert "wanted" not in run(*arguments, "--skip-unreadable", "--images", 12).stderr
+
+
+def test_every_verb_that_reads_images_can_skip():
+    """The message of a broken one names the option, whatever the verb."""
+    for command in typer.main.get_command(app).commands.values():
+        names = {name for parameter in command.params for name in parameter.opts}
+        assert ("--skip-unreadable" in names) == ("--data" in names), command.name
+
+
+def test_random_weights_are_said_where_they_need_not_be_asked_for(folder):
+    counted = run("flops", "--model", NAME, "--image-size", 64, "--n-down", 4, "--data", folder / "images")
+    assert f"{NAME} has random weights here" in counted.stderr
+    assert "random" not in run("flops", "--model", NAME).stderr  # no weight is looked at
+    timed = run("bench", "--model", NAME, "--image-size", 64, "--keep", 0.5, "--tile", "none", "--seconds", 0.01)
+    assert f"{NAME} has random weights here" in timed.stderr
 
 
 @pytest.mark.parametrize("verb", [command.name for command in app.registered_commands])
 def test_help_has_an_example(verb):
     assert "Example" in run(verb, "--help").stdout
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+@pytest.mark.parametrize("verb", [command.name for command in app.registered_commands])
+def test_help_shows_every_option_whole(verb, columns):
+    text = CliRunner().invoke(app, [verb, "--help"], env={"COLUMNS": str(columns)}).stdout
+    assert max(map(len, text.splitlines())) <= columns
+    command = typer.main.get_command(app).commands[verb]
+    names = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    assert {name for name in names if name.startswith("-")} <= set(re.split(r"[\s│,/]+", text))
 
 
 def test_version():

@@ -204,7 +204,8 @@ def _model_rows(model, checkpoint, image_size, keeps, tiles, residual, batch, se
         if image_size:
             student.set_input_size((image_size, image_size))  # pyright: ignore[reportCallIssue]
     else:
-        host = common.host_model(model, None, image_size)
+        host = common.host_model(model, "random", image_size)
+        common.say_random(model)
         student = sp.sparsify(host, sp.suggest_config(host, keep=keeps[0]))
     expected = conversion_of(student).host.image_size(student)
     channels = next(weight.shape[1] for weight in student.parameters() if weight.ndim == 4)  # of the first convolution

@@ -24,7 +24,7 @@ DATA = "A folder or a .tar of class folders, wds/SHARDS (WebDataset tars on disk
 ModelName = Annotated[str | None, typer.Option("--model", help="A timm model name.")]
 Weights = Annotated[
     str | None,
-    typer.Option(help="Weights of --model: a .safetensors or official .pth file, or 'hub' for timm's own."),
+    typer.Option(help="Weights of --model: a .safetensors or official .pth file, 'hub' for timm's own, or 'random'."),
 ]
 ImageSize = Annotated[int | None, typer.Option("--image-size", help="Make --model at this image size.")]
 Keep = Annotated[str, typer.Option(help="Share of keys kept, in (0, 1]; or one per layer: 0.5,0.25,...")]
@@ -113,11 +113,16 @@ def parse_tokens(keep: float | None, method: str, fuse: bool = False, official: 
 
 
 def host_model(name: str | None, weights: str | None, image_size: int | None) -> nn.Module:
-    """The dense host that --model, --weights and --image-size ask for."""
+    """The dense host that --model, --weights and --image-size ask for; random weights only where that is said."""
     from sparsifiner.models import create_host
 
     if name is None:
         raise ConfigError("no model: give --model NAME (and --weights), or a checkpoint where the verb takes one")
+    if weights is None:
+        raise ConfigError(
+            f"--model {name} without --weights: give a file of weights, 'hub' for timm's own, or 'random' if that is "
+            "meant"
+        )
     return create_host(name, weights, **({} if image_size is None else {"img_size": image_size}))
 
 
@@ -139,13 +144,26 @@ def loader(
     from sparsifiner.convert import host_of
     from sparsifiner.data.images import open_images, preprocessing
 
-    return open_images(
+    images = open_images(
         data,
         preprocessing(model, preprocess),  # pyright: ignore[reportArgumentType]
         num_classes=host_of(model).num_classes(model) or None if labels else None,
         class_map=class_map,
         **options,
     )
+    warn_if_fewer(data, images.num_images, options.get("limit"))
+    return images
+
+
+def warn_if_fewer(data: str, found: int, wanted: int | None) -> None:
+    """Says that there are not as many images as were asked for, or are usual."""
+    if wanted is not None and found < wanted:
+        typer.echo(f"{data} holds {found} images, fewer than the {wanted} wanted: all are used", err=True)
+
+
+def say_random(model: str) -> None:
+    """Of verbs that need no more of a model than its shape."""
+    typer.echo(f"{model} has random weights here", err=True)
 
 
 def names_of(checkpoints: Sequence[Path]) -> list[str]:

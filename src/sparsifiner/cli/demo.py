@@ -27,6 +27,7 @@ def demo(
     limit: common.Limit = None,
     preprocess: common.Preprocess = "model",
     workers: common.Workers = 0,
+    skip_unreadable: common.SkipUnreadable = False,
     threads: common.Threads = None,
     report: Annotated[Path, typer.Option(help="Where the HTML report goes.")] = Path("demo-report.html"),
     as_json: common.AsJson = False,
@@ -38,6 +39,7 @@ def demo(
     Example: `sparsifiner demo`, or
     `sparsifiner demo --model deit_tiny_patch16_224 --weights hub --data val/ --calibration-data train/`
     """
+    from sparsifiner.data.images import ImageLoader
     from sparsifiner.errors import ConfigError
     from sparsifiner.inspect import compare
     from sparsifiner.report.tables import comparison
@@ -66,13 +68,15 @@ def demo(
                 images,
                 limit,
                 bars,
-                {"preprocess": preprocess, "workers": workers},
+                {"preprocess": preprocess, "workers": workers, "skip_unreadable": skip_unreadable},
             )
         rows = compare.compare(student, batches, forms, keeps, bars.start)
         if distilled is not None:
             form = compare.Form("paper form, distilled", compare.PAPER.changes)
             other = compare.Evaluation(distilled, batches, bars.start, dense=student)
             rows += [other.row(form, rate) for rate in keeps]
+    if isinstance(batches, ImageLoader):
+        common.say_skipped(batches)
     _report(report, student, min(keeps), rows, next(iter(batches))[0])
     if as_json:
         common.print_json([row.to_dict() for row in rows])
@@ -141,5 +145,6 @@ def _real(host, data, calibration_data, keep, chosen, images, limit, bars, optio
     student = sp.sparsify(host, sp.suggest_config(host, keep, **chosen))
     source = common.loader(host, calibration_data, labels=False, limit=images, batch_size=16, **options)
     sp.calibrate(student, source, progress=bars.start)
+    common.say_skipped(source)
     batches = common.loader(host, data, limit=limit, **options)
     return student, batches

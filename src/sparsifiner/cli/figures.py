@@ -39,6 +39,7 @@ def figures(
     class_map: common.ClassMap = None,
     split: common.Split = "validation",
     preprocess: common.Preprocess = "model",
+    skip_unreadable: common.SkipUnreadable = False,
     threads: common.Threads = None,
 ) -> None:
     """Draws what a patch attends to: connections, full, low-rank and sparse attention, basis, coefficients, patterns.
@@ -75,7 +76,7 @@ def figures(
     swept = None
     if data is not None:
         choice: dict[str, Any] = {"preprocess": preprocess, "split": split, "seed": seed, "class_map": class_map}
-        images = common.loader(student, data, limit=limit, **choice)
+        images = common.loader(student, data, limit=limit, skip_unreadable=skip_unreadable, **choice)
         droppings = [
             common.parse_tokens(share, token_method, False)
             for share in common.parse_numbers(token_keeps, "--token-keeps")
@@ -85,7 +86,9 @@ def figures(
 
         def sweep() -> tuple[compare.Row, list[sweeping.Point]]:
             with show_progress() as bars:
-                return sweeping.sweep(compare.Evaluation(student, images, bars.start), settings)
+                found = sweeping.sweep(compare.Evaluation(student, images, bars.start), settings)
+            common.say_skipped(images)
+            return found
 
         swept = sweep
     scene = drawing.look(student, pixels, photo, place)

@@ -22,6 +22,7 @@ def flops(
     data: Annotated[str | None, typer.Option(help="Count connections on these images. " + common.DATA)] = None,
     limit: common.Limit = 64,
     preprocess: common.Preprocess = "model",
+    skip_unreadable: common.SkipUnreadable = False,
     paper: Annotated[bool, typer.Option("--paper", help="Remake the paper's rows and show the differences.")] = False,
     as_json: common.AsJson = False,
 ) -> None:
@@ -32,27 +33,31 @@ def flops(
     if paper:
         _paper_rows(as_json)
         return
-    counts = _count(checkpoint, model, image_size, keep, n_down, density, data, limit, preprocess)
+    reading = {"preprocess": preprocess, "limit": limit, "skip_unreadable": skip_unreadable}
+    counts = _count(checkpoint, model, image_size, keep, n_down, density, data, reading)
     if as_json:
         common.print_json(counts)
         return
     _print(counts)
 
 
-def _count(checkpoint, model, image_size, keep, n_down, density, data, limit, preprocess) -> list[dict[str, Any]]:
+def _count(checkpoint, model, image_size, keep, n_down, density, data, reading) -> list[dict[str, Any]]:
     import sparsifiner as sp
     from sparsifiner.inspect.flops import DEIT_S_DENSITY
 
     if checkpoint is not None:
         student = sp.load(checkpoint)
     else:
-        host = common.host_model(model, None, image_size)
+        host = common.host_model(model, "random", image_size)
+        if data is not None:  # otherwise weights do not matter
+            common.say_random(str(model))
         student = sp.sparsify(host, sp.SparseConfig(common.parse_keep(keep), n_down=n_down))
     assumed = DEIT_S_DENSITY if density is None else density
     counts = [sp.count_flops(student, convention="paper", density=assumed).to_dict()]
     if data is not None:
-        images = common.loader(student, data, preprocess=preprocess, labels=False, limit=limit)
+        images = common.loader(student, data, labels=False, **reading)
         counts.append(sp.count_flops(student, images, convention="measured").to_dict())
+        common.say_skipped(images)
     return counts
 
 

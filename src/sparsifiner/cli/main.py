@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from sparsifiner import __version__, processor
 from sparsifiner.cli import (
@@ -23,6 +26,24 @@ from sparsifiner.cli import (
 )
 from sparsifiner.errors import SparsifinerError
 
+# Panels have room for the names of all options from here on; where there is less they would be cut.
+PANELS = 120
+
+
+class Verb(TyperCommand):
+    """A verb whose help shows every option's name whole, however narrow the terminal."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """In panels where these fit, in plain lines elsewhere."""
+        markup = self.rich_markup_mode
+        if shutil.get_terminal_size().columns < PANELS:
+            self.rich_markup_mode = None
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.rich_markup_mode = markup
+
+
 app = typer.Typer(
     name="sparsifiner",
     help="Make the attention of a Vision Transformer sparse, and see what it costs and what it saves.",
@@ -31,18 +52,18 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo.demo)
-app.command("calibrate")(calibrate.calibrate)
-app.command("train")(train.command)
-app.command("eval")(evaluate.evaluate)
-app.command("flops")(flops.flops)
-app.command("bench")(bench.bench)
-app.command("sweep")(sweep.sweep)
-app.command("tables")(tables.tables)
-app.command("figures")(figures.figures)
-app.command("report")(report.report)
-app.command("explore")(explore.explore)
-app.command("info")(info.info)
+app.command("demo", cls=Verb)(demo.demo)
+app.command("calibrate", cls=Verb)(calibrate.calibrate)
+app.command("train", cls=Verb)(train.command)
+app.command("eval", cls=Verb)(evaluate.evaluate)
+app.command("flops", cls=Verb)(flops.flops)
+app.command("bench", cls=Verb)(bench.bench)
+app.command("sweep", cls=Verb)(sweep.sweep)
+app.command("tables", cls=Verb)(tables.tables)
+app.command("figures", cls=Verb)(figures.figures)
+app.command("report", cls=Verb)(report.report)
+app.command("explore", cls=Verb)(explore.explore)
+app.command("info", cls=Verb)(info.info)
 
 
 def _version(wanted: bool) -> None:

@@ -29,6 +29,7 @@ def report(
     split: common.Split = "validation",
     batch_size: common.BatchSize = 32,
     workers: common.Workers = 0,
+    skip_unreadable: common.SkipUnreadable = False,
     threads: common.Threads = None,
 ) -> None:
     """Writes what a model is, what it costs and keeps, its layers, and figures of photos, to one HTML file.
@@ -49,11 +50,13 @@ def report(
     seen = 0
     if data is not None:
         choice: dict[str, Any] = {"preprocess": preprocess, "class_map": class_map, "split": split, "seed": seed}
+        choice |= {"skip_unreadable": skip_unreadable}
         images = common.loader(student, data, limit=limit, batch_size=batch_size, workers=workers, **choice)
         rates = common.parse_numbers(keeps, "--keeps") if keeps else ()
         forms = [compare.Form("as saved", needs_keep=False)] + ([compare.Form("at keep")] if rates else [])
         with show_progress() as bars:
             rows = compare.compare(student, images, forms, rates, bars.start)
+        common.say_skipped(images)
         first = next(iter(images))[0]
         statistics, seen = measure(student, first), len(first)
     for path in image or ():

@@ -40,6 +40,7 @@ def tables(
     split: common.Split = "validation",
     batch_size: common.BatchSize = 32,
     workers: common.Workers = 0,
+    skip_unreadable: common.SkipUnreadable = False,
     threads: common.Threads = None,
     as_json: common.AsJson = False,
 ) -> None:
@@ -70,7 +71,7 @@ def tables(
             )
         names = common.names_of(checkpoints)
         choice: dict[str, Any] = {"class_map": class_map, "split": split, "seed": seed, "limit": limit}
-        choice |= {"batch_size": batch_size}
+        choice |= {"batch_size": batch_size} | ({"skip_unreadable": True} if skip_unreadable else {})
         students = [sp.load(checkpoint) for checkpoint in checkpoints]  # all first: the last may be one that cannot be
         with show_progress() as bars:
             for number, (student, name) in enumerate(zip(students, names, strict=True)):
@@ -79,6 +80,7 @@ def tables(
                 journal = common.journal(out, checkpoints[number], data, images, own)
                 evaluation = Evaluation(student, images, _named(name, bars.start), journal)
                 measured.append(reproduction.measure_rows(student, name, evaluation, rows))
+                common.say_skipped(images)
     if out is not None:
         reproduction.write(rows, measured, out)
     if as_json:

@@ -78,6 +78,8 @@ def train(
         limit=limit,
         skip_unreadable=skip_unreadable,
     )
+    if chosen.start == "calibrated":
+        common.warn_if_fewer(data, len(images), chosen.calibration_images)
     held = None
     if eval_data is not None:
         held = common.loader(student, eval_data, preprocess=preprocess, class_map=class_map, limit=eval_limit)

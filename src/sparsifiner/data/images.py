@@ -27,6 +27,10 @@ from sparsifiner.errors import DataError
 Preprocess = Literal["model", "crop"]
 
 
+# How to go on without images that cannot be read.
+SKIP = "to pass over such images: skip_unreadable=True, on the command line --skip-unreadable"
+
+
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """An image that could not be used, in the place of the image."""
@@ -198,7 +202,7 @@ def accept(failures: list[Failure], skip: bool) -> list[tuple[str, str]]:
         if not failure.unreadable:
             raise DataError(f"image {failure.name} {failure.reason}")
         if not skip:
-            raise DataError(f"cannot read image {failure.name}: {failure.reason} (skip such images by asking)")
+            raise DataError(f"cannot read image {failure.name}: {failure.reason} ({SKIP})")
     return [(failure.name, failure.reason) for failure in failures]
 
 

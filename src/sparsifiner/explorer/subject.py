@@ -18,7 +18,7 @@ from sparsifiner.explorer.pictures import Lens, lens_of
 from sparsifiner.explorer.refusal import Refusal
 from sparsifiner.explorer.samples import Gallery, Sample, digit_samples, file_samples, photo_samples
 from sparsifiner.files import cache_folder
-from sparsifiner.models import create_host
+from sparsifiner.models import RANDOM, create_host
 from sparsifiner.progress import Progress
 
 # Where nothing else says how sparse.
@@ -105,7 +105,9 @@ def _converted(
 ) -> Subject:
     """A dense model: with predictors that come with the package, or calibrated on the images that are offered."""
     notes = (
-        ["The weights are random: give --weights to see what a trained model attends to."] if weights is None else []
+        ["The weights are random: give --weights to see what a trained model attends to."]
+        if weights in (None, RANDOM)
+        else []
     )
     plain = name.split(".")[0]
     if plain in checkpoint.ready():

@@ -64,11 +64,12 @@ class Row:
 
     ``top1`` and ``agreement`` are in percent; agreement and ``divergence`` (mean KL of the predictions) are to
     the dense model; ``recall`` is the mean over layers; multiply-adds are per image, measured; ``milliseconds`` is the
-    median per image.
+    median per image. ``keep`` is a list where layers differ, and None where there is no such share: in the dense model
+    and with low-rank attention alone.
     """
 
     form: str
-    keep: float | None
+    keep: float | list[float] | None
     images: int
     top1: float | None
     agreement: float
@@ -236,6 +237,7 @@ def evaluate(
 ) -> tuple[Row, Tensor]:
     """One row, and the logits it rests on; ``dense`` are the dense model's, None if this is it."""
     with running_as(student, form, keep):
+        own = None if form.name == DENSE.name else _keep(student)
         result = predict_all(student, batches, advance)
     kept_share = recall = counts = None
     if form.counted:  # by the model itself, whatever computes the form
@@ -247,7 +249,7 @@ def evaluate(
     dense = result.logits if dense is None else dense
     row = Row(
         form=form.name,
-        keep=keep,
+        keep=own,
         images=len(result.logits),
         top1=result.top1,
         agreement=agreement(result.logits, dense),
@@ -259,6 +261,14 @@ def evaluate(
         milliseconds=result.milliseconds,
     )
     return row, result.logits
+
+
+def _keep(student: nn.Module) -> float | list[float] | None:
+    """What a model keeps now, as a row has it."""
+    config = config_of(student)
+    if config.pattern == "linformer":
+        return None
+    return list(config.keep) if isinstance(config.keep, Sequence) else config.keep
 
 
 def agreement(logits: Tensor, dense: Tensor) -> float:

@@ -23,7 +23,7 @@ def cells(row: Row) -> tuple[str, ...]:
 
     return (
         row.form,
-        "" if row.keep is None else f"{row.keep:g}",
+        _share(row.keep),
         "" if row.top1 is None else f"{row.top1:.2f}",
         f"{row.agreement:.2f}",
         f"{row.divergence:.4f}",
@@ -32,6 +32,12 @@ def cells(row: Row) -> tuple[str, ...]:
         million(row.total_macs),
         f"{row.milliseconds:.2f}",
     )
+
+
+def _share(keep: float | list[float] | None) -> str:
+    if isinstance(keep, list):
+        return f"mean {sum(keep) / len(keep):.3g}"  # a dozen numbers are too many for a cell
+    return "" if keep is None else f"{keep:g}"
 
 
 def comparison(rows: Sequence[Row]) -> Table:
