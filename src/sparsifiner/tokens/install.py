@@ -30,7 +30,7 @@ class _LayOut:
     grid: TokenGrid
 
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
-        drops = self.grid.prunes and any(block.config.keep < 1 for block in pruning_blocks(self.model))
+        drops = not self.grid.dense and any(block.config.keep < 1 for block in pruning_blocks(self.model))
         if drops and settings.get("output_fmt", "NCHW") != "NLC":
             raise ConfigError(
                 f"{LAYOUT} lays out all tokens and this model drops some: sparsifiner.feature_map(student, images) "
