@@ -264,6 +264,9 @@ def test_nonsense_about_types(student, tmp_path, host, nonsense):
     rewrite(path, lambda about: about.update(dtypes={"head.bias": nonsense}))
     with pytest.raises(CheckpointError, match=r"head\.bias cannot be of type"):
         sp.load(path, model=host)
+    rewrite(path, lambda about: about.update(dtypes=nonsense))
+    with pytest.raises(CheckpointError, match="dtypes is no object"):
+        sp.load(path, model=host)
 
 
 def test_files_of_version_01_have_the_types_of_the_host(student, tmp_path, host):

@@ -15,7 +15,7 @@ from torch import nn
 
 from sparsifiner import __version__
 from sparsifiner.config import SparseConfig
-from sparsifiner.convert import conversion_of, converted, find_host, sparse_layers, sparsify
+from sparsifiner.convert import conversion_of, converted, find_host, sparse_layers, sparsify, warn_of_bfloat16
 from sparsifiner.errors import CheckpointError, ConfigError
 from sparsifiner.files import replacing
 from sparsifiner.hosts import OPTIONAL, table
@@ -108,7 +108,10 @@ def load(path: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.
     for layer, grid in zip(layers, grids, strict=True):
         layer.predictor.rebase((int(grid[0]), int(grid[1])))
     if description["host_weights"] and "dtypes" in description:  # version 0.1 did not say, and meant the host's own
+        if not isinstance(description["dtypes"], dict):
+            raise CheckpointError(f"{path}: its description is damaged: dtypes is no object")
         _retype(student, {name: _dtype_name(tensor) for name, tensor in tensors.items()} | description["dtypes"], path)
+        warn_of_bfloat16(student)
     _fill(student, tensors, path, strict=description["host_weights"])
     return student.eval()
 

@@ -97,8 +97,7 @@ def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
     if not isinstance(config, SparseConfig):
         raise ConfigError(f"expected a SparseConfig, got {type(config).__name__}")
     host = find_host(model)
-    if any(weight.dtype is torch.bfloat16 and weight.device.type == "cpu" for weight in model.parameters()):
-        processor.warn()
+    warn_of_bfloat16(model)
     with torch.inference_mode(False):  # tensors made in inference mode could never be calibrated or trained
         student = copy.deepcopy(model)
         sites = list(host.sites(student))
@@ -125,6 +124,12 @@ def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
     ]
     setattr(student, _RECORD, Conversion(host.name, config, grid, watchers, scorers))
     return student
+
+
+def warn_of_bfloat16(model: nn.Module) -> None:
+    """Once, if it has weights in bfloat16 on a CPU on which torch's own bfloat16 faults."""
+    if any(weight.dtype is torch.bfloat16 and weight.device.type == "cpu" for weight in model.parameters()):
+        processor.warn()
 
 
 @dataclasses.dataclass
