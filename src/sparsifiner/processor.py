@@ -100,7 +100,7 @@ def warn() -> None:
     """Once, where a model is in bfloat16 and the process is not ours to change."""
     if VARIABLE not in os.environ and fault() is not None and "warned" not in _known:
         _known["warned"] = _warning()
-        warnings.warn(_known["warned"], stacklevel=3)
+        warnings.warn(_known["warned"], stacklevel=4)
 
 
 # What this process knows: "fault", None if there is none; "limited" and "warned" once that was done.
