@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparsifiner.ops import dispatch, eager, reference
+from sparsifiner.ops import agreement, dispatch, eager, reference
 from sparsifiner.ops.attention import Residual, predict, sparse_attention
 from sparsifiner.ops.connectivity import Connectivity, accumulation_dtype, query_groups
 
@@ -93,21 +93,15 @@ def test_selection_equals_the_reference_on_every_row(problem):
     if problem["tile"] is None or members.shape[1] in (1, 2, 4):  # means of these sizes are exact
         assert torch.equal(ours[0], theirs[0])
         assert torch.equal(ours[1], theirs[1])
-    else:
-        explain(ours, theirs, a_down, basis, settings)
-
-
-def explain(ours, theirs, a_down, basis, settings):
-    """Lists may differ only in keys whose score is within rounding of the cut."""
-    members, budget, tau, threshold, prefix = settings
-    n = basis.shape[-1]
-    scores = reference.share_scores(reference.scores(a_down, basis, tau, threshold), members, prefix)
-    masks = [
-        Connectivity(*lists, members, num_tokens=n, num_prefix=prefix).mask()[:, :, prefix:] for lists in (ours, theirs)
-    ]
-    cut = scores.topk(min(budget, n), dim=-1).values[..., -1:]
-    differs = masks[0] != masks[1]
-    assert bool(((scores - cut).abs() <= 1e-12 * cut.abs().clamp(min=1e-12))[differs].all())
+        return
+    group_of = agreement.groups_of_rows(members, w_up.shape[-1], prefix)
+    exact = agreement.Bounds.certain(a_down)
+    scores = agreement.score_bounds(exact, basis, *settings[2:4], group_of, torch.float64)
+    forced = agreement.forced_keys(a_down.shape[2], w_up.shape[-1], prefix)
+    for lists in (ours, theirs):
+        connectivity = Connectivity(*lists, members, num_tokens=w_up.shape[-1], num_prefix=prefix, adds_self=True)
+        mask = connectivity.mask()[:, :, prefix:]
+        assert not agreement.unexplained(mask, scores.lower, scores.upper, problem["budget"], forced).any()
 
 
 @hypothesis.settings(max_examples=250, deadline=None)
