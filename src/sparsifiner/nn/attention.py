@@ -171,7 +171,7 @@ class SparseAttention(StandIn):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The attention core: what the FLOPs are counted of."""
-        if torch.is_autocast_enabled(q.device.type):
+        if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
             # Inputs come in the lower precision; what is computed from them has its own, in the kernels as in eager.
             with torch.autocast(q.device.type, enabled=False):
                 return self.attend(q, k, v)

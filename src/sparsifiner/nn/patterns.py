@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparsifiner.errors import ConfigError
+from sparsifiner.errors import BackendError, ConfigError
 from sparsifiner.nn.grid import landmark_cells
 from sparsifiner.ops.connectivity import Connectivity, lists_from_mask
 from sparsifiner.ops.eager import top_budget
@@ -92,6 +92,11 @@ def pattern_connectivity(
     mask: Tensor, num_prefix: int, batch: int, heads: int, positions: Tensor | None
 ) -> Connectivity:
     """The lists of a fixed mask, the same for all images and heads; or of the tokens left at ``positions``."""
+    if mask.device.type == "meta":
+        raise BackendError(
+            "a fixed pattern's lists are as long as its values say, and meta tensors have none: "
+            "infer shapes with pattern='learned', or run on small real inputs"
+        )
     if positions is not None:
         mask = mask[positions[:, :, None], positions[:, None]]
     rows = mask[..., num_prefix:, :]

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from sparsifiner.errors import ConfigError
+from sparsifiner.errors import BackendError, ConfigError
 from sparsifiner.nn.grid import TokenGrid, landmark_pooling, resample
 from sparsifiner.ops import cpu
 
@@ -32,8 +32,9 @@ class ConnectivityPredictor(nn.Module):
         pooling = landmark_pooling(n_down, grid, num_prefix)
         self.w_down = nn.Parameter(pooling.expand(num_heads, -1, -1).clone())
         self.w_up = nn.Parameter(pooling.expand(num_heads, -1, -1).clone())
-        self._resampled: tuple[tuple, tuple[Tensor, Tensor]] | None = None
-        self._packed: tuple[tuple, cpu.Packed] | None = None
+        # A key, what was made, and the weights it was made of: while they are held no others get their address.
+        self._resampled: tuple[tuple, tuple[Tensor, Tensor], tuple] | None = None
+        self._packed: tuple[tuple, cpu.Packed, tuple] | None = None
 
     @property
     def n_down(self) -> int:
@@ -51,7 +52,7 @@ class ConnectivityPredictor(nn.Module):
         if known is None or known[0] != key:
             # Not an inference tensor: a later training step may save it.
             with torch.inference_mode(False), torch.no_grad():
-                known = self._resampled = (key, self._resample(grid))
+                known = self._resampled = (key, self._resample(grid), (self.w_down, self.w_up))
         return known[1]
 
     def packed(self, grid: TokenGrid, basis_threshold: float) -> cpu.Packed:
@@ -62,7 +63,7 @@ class ConnectivityPredictor(nn.Module):
         known = self._packed
         if known is None or known[0] != key:
             with torch.inference_mode(False), torch.no_grad():
-                known = self._packed = (key, self._pack(grid, basis_threshold))
+                known = self._packed = (key, self._pack(grid, basis_threshold), (self.w_down, self.w_up))
         return known[1]
 
     def _pack(self, grid: TokenGrid, basis_threshold: float) -> cpu.Packed:
@@ -70,11 +71,14 @@ class ConnectivityPredictor(nn.Module):
         return cpu.pack(grid.widen(w_down), grid.widen(w_up), basis_threshold)
 
     def _state(self) -> tuple:
-        """Changes whenever a weight does."""
+        """Changes whenever a weight does, or another takes its place (`torch.func.functional_call`)."""
         weights = (self.w_down, self.w_up)
         if any(w.is_inference() for w in weights):  # as a model copied in inference mode has; torch counts no changes
             return (object(),)
-        return tuple((w.data_ptr(), w._version, w.dtype) for w in weights)
+        try:
+            return tuple((id(w), w.data_ptr(), w._version, w.dtype) for w in weights)
+        except RuntimeError as error:  # a tensor that torch.vmap maps over has no memory of its own
+            raise BackendError("torch.vmap over a predictor's weights needs backend='eager' or 'reference'") from error
 
     def _resample(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
         return (

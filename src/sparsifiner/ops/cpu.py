@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from sparsifiner.errors import BackendError
-from sparsifiner.ops import eager
+from sparsifiner.ops import eager, transforms
 from sparsifiner.ops.connectivity import Connectivity, list_width
 
 _native: ModuleType | None
@@ -282,6 +282,10 @@ def _(q, *args):
     return _new_output(q)
 
 
+# Images are apart from each other: those that `torch.vmap` maps over join the batch.
+_fused.register_vmap(transforms.mapped(_fused, (0, 0, 0, *[None] * 9, 0, *[None] * 6), (0,)))
+
+
 @register_flop_formula(torch.ops.sparsifiner.fused)
 def _fused_flops(q_shape, k_shape, v_shape, up_shape, basis_shape, *args, out_shape=None, **kwargs) -> int:
     """Two per multiply-add; shapes know no thresholds and not which tokens are a prefix, so this is an upper bound."""
@@ -375,6 +379,9 @@ def _(a_down, w_up, members, budget, tau, basis_threshold, num_prefix):
         a_down.new_empty(batch, heads, groups, width, dtype=torch.int32),
         a_down.new_empty(batch, heads, groups, dtype=torch.int32),
     )
+
+
+select.register_vmap(transforms.mapped(select, *eager.SELECT_HEADS))
 
 
 @register_flop_formula(torch.ops.sparsifiner.cpu_select)
@@ -498,11 +505,13 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad, _):
-    q_grad, k_grad, v_grad, a_grad, w_grad = _attend_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    q_grad, k_grad, v_grad, a_grad, w_grad = _differentiable_backward(grad, *ctx.saved_tensors, *ctx.settings)
     return q_grad, k_grad, v_grad, None, None, a_grad, w_grad, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save)
+_differentiable_backward = transforms.function(_attend_backward, (1, 1, 1, *eager.ATTEND_HEADS), eager.GRADIENT_HEADS)
+_differentiable_attend = transforms.function(_attend, eager.ATTEND_HEADS, (1, 1), _save, _backward)
 
 
 @register_flop_formula(torch.ops.sparsifiner.cpu_attend)
@@ -519,7 +528,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, connectivity: Connectivity, a_down: Tensor, w_up: Tensor, scale: float
 ) -> Tensor:
     """Patch rows of the sparse output, without the ``A_down (W_up V)`` term; differentiable."""
-    rows, _ = _attend(
+    rows, _ = _differentiable_attend(
         q,
         k,
         v,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from sparsifiner.ops import transforms
 from sparsifiner.ops.connectivity import Connectivity, accumulation_dtype, list_width, lists_from_mask
 
 # Elements one chunk may gather: 4 MiB in float32. Measured best of 64 KiB to 16 MiB on two x86 cores.
@@ -91,6 +92,14 @@ def _(a_down, w_up, members, budget, tau, basis_threshold, num_prefix):
         a_down.new_empty(batch, heads, groups, width, dtype=torch.int32),
         a_down.new_empty(batch, heads, groups, dtype=torch.int32),
     )
+
+
+# Heads are apart from each other in every operator, so `torch.vmap` makes more of them. Where they are in each input and
+# output:
+SELECT_HEADS = ((1, 0, None, None, None, None, None), (1, 1))
+ATTEND_HEADS = (1, 1, 1, 1, None, 1, 0, None, None, None)
+GRADIENT_HEADS = (1, 1, 1, 1, 0)
+select.register_vmap(transforms.mapped(select, *SELECT_HEADS))
 
 
 def select_flops(a_down_shape, w_up_shape, members_shape, *args, out_shape=None, **kwargs) -> int:
@@ -249,13 +258,13 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad):
-    q_grad, k_grad, v_grad, a_grad, w_grad = torch.ops.sparsifiner.attend_backward(
-        grad, *ctx.saved_tensors, *ctx.settings
-    )
+    q_grad, k_grad, v_grad, a_grad, w_grad = _differentiable_backward(grad, *ctx.saved_tensors, *ctx.settings)
     return q_grad, k_grad, v_grad, None, None, a_grad, w_grad, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save)
+_differentiable_backward = transforms.function(_attend_backward, (1, *ATTEND_HEADS), GRADIENT_HEADS)
+_differentiable_attend = transforms.function(_attend, ATTEND_HEADS, (1,), _save, _backward)
 
 
 def attend_flops(q_shape, k_shape, v_shape, indices_shape, members_shape, a_shape, *args, **kwargs) -> int:
@@ -283,7 +292,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, connectivity: Connectivity, a_down: Tensor, w_up: Tensor, scale: float
 ) -> Tensor:
     """Patch rows of the sparse output, without the ``A_down (W_up V)`` term; differentiable."""
-    return _attend(
+    return _differentiable_attend(
         q,
         k,
         v,
