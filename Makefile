@@ -12,7 +12,7 @@ help:
 	@echo "make test    run all tests"
 	@echo "make lint    ruff and pyright"
 	@echo "make format  let ruff rewrite the sources"
-	@echo "make sanitize  the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make sanitize  the kernels' tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer"
 	@echo "make bench   remake benchmarks/results (needs the real weights and images)"
 
 # The stamp is written last, so an interrupted install is repeated and never half used.
@@ -53,14 +53,22 @@ bench: $(READY)
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/accuracy.py
 
-# The interpreter is not built with the sanitizers, so their libraries are loaded before everything else.
+# The interpreter is not built with the sanitizers, so their libraries are loaded before everything else. The second build
+# shares work among plain threads (csrc/parallel.hpp): ThreadSanitizer does not know OpenMP.
 SANITIZED := build/sanitize
+KERNEL_TESTS := tests/ops/test_cpu.py tests/nn/test_attention.py -k "not compiles"
 sanitize: $(READY)
-	cmake -S . -B $(SANITIZED) -DPython_EXECUTABLE=$(abspath $(BIN))/python -DSPARSIFINER_SANITIZE=ON -DCMAKE_BUILD_TYPE=Release
-	cmake --build $(SANITIZED) --parallel 2
-	SPARSIFINER_NATIVE="$$(ls $(abspath $(SANITIZED))/_native*.so)" ASAN_OPTIONS=detect_leaks=0 \
+	for kind in address thread; do \
+	  cmake -S . -B $(SANITIZED)-$$kind -DPython_EXECUTABLE=$(abspath $(BIN))/python -DSPARSIFINER_SANITIZE=$$kind \
+	    -DCMAKE_BUILD_TYPE=RelWithDebInfo && cmake --build $(SANITIZED)-$$kind --parallel 2 || exit 1; \
+	done
+	SPARSIFINER_NATIVE="$$(ls $(abspath $(SANITIZED))-address/_native*.so)" ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	$(BIN)/python -m pytest -q --capture=sys tests/ops/test_cpu.py tests/nn/test_attention.py -k "not compiles"
+	$(BIN)/python -m pytest -q --capture=sys $(KERNEL_TESTS)
+	SPARSIFINER_NATIVE="$$(ls $(abspath $(SANITIZED))-thread/_native*.so)" \
+	TSAN_OPTIONS="halt_on_error=1 suppressions=$(abspath tests/thread-sanitizer.supp)" \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" \
+	$(BIN)/python -m pytest -q --capture=sys $(KERNEL_TESTS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

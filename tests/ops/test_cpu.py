@@ -415,7 +415,10 @@ def test_what_is_not_finite_shows_where_eager_shows_it(tile, bad, which):
             assert torch.equal(finite, torch.isfinite(expected).all(-1))
 
 
-def test_two_python_threads_at_once():
+@pytest.mark.usefixtures("_instructions")
+@pytest.mark.parametrize("tile", [None, (3, 4)])
+def test_several_python_threads_at_once(tile):
+    """Every kernel, on two threads of its own, called on the same inputs by three: bit for bit what it is alone."""
     problem = {
         "grid": (12, 11),
         "prefix": 1,
@@ -424,7 +427,7 @@ def test_two_python_threads_at_once():
         "head_dim": 32,
         "landmarks": 12,
         "budget": 20,
-        "tile": None,
+        "tile": tile,
         "tau": 0.0,
         "basis_threshold": 0.0,
         "residual": True,
@@ -434,16 +437,30 @@ def test_two_python_threads_at_once():
         "scale": 1.0,
         "seed": 5,
     }
-    inputs = tensors(problem)
-    expected = fused(problem, *inputs)
-    wrong = []
+    q, k, v, w_down, w_up = tensors(problem)
+    members = query_groups(problem["grid"], 1, tile, q.device)
+    a_down = low_rank_attention(q, k, w_down, 1, 0.2)
+    packed = cpu.pack(w_down, w_up, 0.0)
+    torch.set_num_threads(2)  # until the fixture ends
+
+    def everything():
+        keywords = {"budget": 20, "tau": 0.0, "scale": 0.2, "num_prefix": 1, "residual": True}
+        out = cpu.fused(q, k, v, packed, members, **keywords)
+        indices, counts = cpu.select(a_down, w_up, members, 20, 0.0, 0.0, 1)
+        lists = Connectivity(indices, counts, members, num_tokens=133, num_prefix=1, adds_self=tile is not None)
+        inputs = leaves(q, k, v, a_down, w_up)
+        rows = cpu.attend(*inputs[:3], lists, *inputs[3:], 0.2)
+        return out, indices, rows, *torch.autograd.grad(rows.square().sum(), inputs)
+
+    expected, wrong = everything(), []
 
     def work():
-        for _ in range(20):
-            if not torch.equal(fused(problem, *inputs), expected):
-                wrong.append(1)
+        for _ in range(4):
+            wrong.extend(
+                i for i, (x, y) in enumerate(zip(everything(), expected, strict=True)) if not torch.equal(x, y)
+            )
 
-    workers = [threading.Thread(target=work) for _ in range(2)]
+    workers = [threading.Thread(target=work) for _ in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:

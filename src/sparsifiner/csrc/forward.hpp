@@ -1,8 +1,7 @@
 // The three forward entry points: all in one call for inference; lists, then attention over lists, for training.
 #pragma once
 
-#include <omp.h>
-
+#include "parallel.hpp"
 #include "predict.hpp"
 #include "tile.hpp"
 
@@ -25,8 +24,7 @@ template <class Work>
 Status for_heads(const Shape& shape, int threads, int64_t parts, Work work) {
     const int64_t heads = shape.batch * shape.heads;
     int failure = kDone;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
-    for (int64_t unit = 0; unit < heads * parts; ++unit) {
+    const auto unit_of_work = [&](int64_t unit) {
         Status status;
         try {
             const int64_t head = unit / parts;
@@ -34,12 +32,10 @@ Status for_heads(const Shape& shape, int threads, int64_t parts, Work work) {
         } catch (...) {
             status = kNoMemory;
         }
-        if (status != kDone) {
-#pragma omp atomic write
-            failure = status;
-        }
+        if (status != kDone) __atomic_store_n(&failure, (int)status, __ATOMIC_RELAXED);
         release_scratch();
-    }
+    };
+    for_each(threads, heads * parts, unit_of_work);
     return (Status)failure;
 }
 
