@@ -94,8 +94,8 @@ def _(a_down, w_up, members, budget, tau, basis_threshold, num_prefix):
     )
 
 
-# Heads are apart from each other in every operator, so `torch.vmap` makes more of them. Where they are in each input and
-# output:
+# Heads are apart from each other in every operator, so `torch.vmap` makes more of them. Where they are in each input
+# and output:
 SELECT_HEADS = ((1, 0, None, None, None, None, None), (1, 1))
 ATTEND_HEADS = (1, 1, 1, 1, None, 1, 0, None, None, None)
 GRADIENT_HEADS = (1, 1, 1, 1, 0)

@@ -32,8 +32,8 @@ def mapped(operator: Callable[..., Any], inputs: Dimensions, outputs: Dimensions
         for argument, given, at in zip(arguments, in_dims, inputs, strict=True):
             if given is not None and at is None:
                 raise BackendError(
-                    "torch.vmap cannot go over the weights or the query groups of a fused operator: map over its inputs, "
-                    "or use backend='eager'"
+                    "torch.vmap cannot go over the weights or the query groups of a fused operator: map over its "
+                    "inputs, or use backend='eager'"
                 )
             if at is None or not isinstance(argument, Tensor):
                 folded.append(argument)
