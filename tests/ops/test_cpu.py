@@ -144,6 +144,14 @@ def oracle(problem, q, k, v, w_down, w_up, dtype=torch.float32):
     return expected, agreement.stored(allowed, expected, dtype), undecided
 
 
+def rounding_has_no_choice(q, k, w_down, w_up, *, budget, tau, threshold, scale, prefix, group_of):
+    """Whether every backend on every machine must select the same keys of these inputs."""
+    rows, n = q[:, :, prefix:].double(), q.shape[2]
+    coefficients = agreement.coefficient_bounds(rows, k.double(), w_down.double(), scale)
+    scores = agreement.score_bounds(coefficients, w_up.double(), tau, threshold, group_of)
+    return not agreement.undecided(scores, budget, agreement.forced_keys(n - prefix, n, prefix)).any()
+
+
 def _oracle_of_a_head(problem, q, k, v, w_down, w_up):
     prefix, scale, budget, n = problem["prefix"], problem["head_dim"] ** -0.5, problem["budget"], q.shape[2]
     members = query_groups(problem["grid"], prefix, problem["tile"], q.device)
@@ -300,7 +308,11 @@ def test_gradients_of_the_whole_layer(tile):
     """Through predict and sparse_attention: w_down and w_up too."""
     grid, n = (5, 6), 31
     q, k, v = (torch.randn(2, 2, n, 24) for _ in range(3))
-    w_down, w_up = torch.rand(2, 7, n) / 6, torch.rand(2, 7, n) / 20
+    w_down, w_up = torch.rand(2, 7, n) / n, torch.rand(2, 7, n) / 20
+    members = query_groups(grid, 1, tile, q.device)
+    group_of = None if tile is None else agreement.groups_of_rows(members, n, 1)
+    settings = {"budget": 6, "tau": 0.01, "threshold": 0.01, "scale": 24**-0.5, "prefix": 1, "group_of": group_of}
+    assert rounding_has_no_choice(q, k, w_down, w_up, **settings)
 
     def gradients(backend, dtype):
         inputs = [x.to(dtype).requires_grad_() for x in (q, k, v, w_down, w_up)]
@@ -351,12 +363,13 @@ def test_bfloat16(tile, residual):
 
 def test_tokens_that_were_dropped():
     """Each sample keeps its own tokens; their weights are picked by the positions they had."""
+    torch.manual_seed(1)  # whose scores lie further from the cut than rounding reaches, which is asserted
     grid, prefix, heads, m, d = (6, 7), 1, 2, 9, 20
     full, n, batch = prefix + 42, 20, 3
     patches = (torch.randperm(42)[: n - 1].sort().values + 1 for _ in range(batch))
     positions = torch.stack([torch.cat([torch.zeros(1, dtype=torch.long), kept]) for kept in patches])
     q, k, v = (torch.randn(batch, heads, n, d) for _ in range(3))
-    for w_down in (torch.rand(heads, m, full), torch.zeros(heads, m, full)):
+    for w_down in (torch.rand(heads, m, full) / n, torch.zeros(heads, m, full)):
         if not bool(w_down.any()):
             w_down[:, torch.arange(full) % m, torch.arange(full)] = 0.3
         w_up = torch.rand(heads, m, full) / 9
@@ -368,7 +381,11 @@ def test_tokens_that_were_dropped():
             for b in range(batch):
                 kept = positions[b].long()
                 down, up = w_down[..., kept].double(), w_up[..., kept].double()
-                own = (x[b : b + 1].double() for x in (q, k, v))
+                own = [x[b : b + 1].double() for x in (q, k, v)]
+                tiles = agreement.groups_of_rows(members, full, prefix, positions[b : b + 1])
+                settings = {"budget": 6, "tau": 0.01, "threshold": 0.02, "scale": 0.3, "prefix": prefix}
+                group_of = None if tile is None else tiles
+                assert rounding_has_no_choice(*own[:2], down, up, **settings, group_of=group_of)
                 expected = _dropped(*own, down, up, kept, members, keywords)
                 torch.testing.assert_close(out[b : b + 1].double(), expected, rtol=1e-4, atol=1e-5)
 
