@@ -1,6 +1,7 @@
 import json
 import os
 import pickle
+import resource
 
 import pytest
 import timm
@@ -9,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import sparsifiner as sp
-from sparsifiner import checkpoint
+from sparsifiner import checkpoint, digits
 from sparsifiner.checkpoint import describe
 from sparsifiner.convert import sparse_layers
 from sparsifiner.errors import CheckpointError
@@ -137,6 +138,16 @@ def rewrite(path, change):
         (lambda about: about["model"].update(architecture="no_such_vit"), "has no model 'no_such_vit'"),
         (lambda about: about.update(host="elsewhere"), "is of host 'elsewhere'"),
         (lambda about: about.pop("format_version"), "its description is damaged"),
+        (lambda about: about.update(format_version=[1]), "its description is damaged"),
+        (lambda about: about.update(host=["timm"]), "its description is damaged: host is"),
+        (lambda about: about.update(grids=[[float("inf"), 5], [5, 5]]), "grids must be whole numbers"),
+        (lambda about: about.update(grids=["55", "55"]), "grids must be whole numbers"),
+        (lambda about: about.update(grids=[[0, 5], [5, 5]]), "grids must be whole numbers"),
+        (lambda about: about["model"].update(img_size=None), "img_size must be height and width"),
+        (lambda about: about["model"].update(architecture=["a"]), "has no model"),
+        (lambda about: about["model"].update(global_pool="sideways"), "cannot make a vit_tiny.*Only avg"),
+        (lambda about: about["model"].update(num_classes="many"), "timm .* cannot make a vit_tiny"),
+        (lambda about: about["model"].update(checkpoint_path="/x"), "'checkpoint_path' is no argument of a model"),
     ],
 )
 def test_damaged_descriptions(student, tmp_path, change, message):
@@ -274,3 +285,52 @@ def test_files_of_version_01_have_the_types_of_the_host(student, tmp_path, host)
     sp.save(student, path, dtype=torch.bfloat16)
     rewrite(path, lambda about: about.pop("dtypes"))
     assert all(tensor.dtype == torch.float32 for tensor in sp.load(path, model=host).state_dict().values())
+
+
+# A file of some kilobytes must not ask for more than that.
+
+
+@pytest.fixture
+def digits_file(tmp_path):
+    path = tmp_path / "digits.safetensors"
+    sp.save(sp.sparsify(timm.create_model(digits.NAME), sp.SparseConfig(0.3, n_down=4)), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda about: about["model"].update(img_size=[100_000, 100_000]), "pos_embed is .* another size"),
+        (lambda about: about["model"].update(img_size=[10**30, 10**30]), "cannot make a vit_digits"),
+        (lambda about: about["model"].update(num_classes=10**9), "head.* another size"),
+        (lambda about: about["model"].update(in_chans=10**9), "cannot make a vit_digits"),
+        (lambda about: about.update(grids=[[100_000, 100_000]] * 4), r"w_up is \(4, 4, 65\) in the file"),
+        (lambda about: about.update(grids=[[8, 8]] * 10**5), "100000 attention layers"),
+        (lambda about: about["config"].update(n_down=64), r"its settings and grid make it \(4, 64, 65\)"),
+    ],
+)
+def test_descriptions_of_more_than_the_file_holds(digits_file, change, message):
+    rewrite(digits_file, change)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CheckpointError, match=message):
+        sp.load(digits_file)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kilobytes
+
+
+def test_descriptions_that_python_gives_up_on(digits_file):
+    with safe_open(digits_file, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for text in ("[" * 100_000, "9" * 5000, "[]", "null", "{"):
+        save_file(tensors, digits_file, metadata={"sparsifiner": text})
+        with pytest.raises(CheckpointError, match="its description is damaged"):
+            describe(digits_file)
+
+
+def test_predictors_that_are_not_there(digits_file):
+    with safe_open(digits_file, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        about = file.metadata()
+    del tensors["blocks.2.attn.predictor.w_up"]
+    save_file(tensors, digits_file, metadata=about)
+    with pytest.raises(CheckpointError, match=r"lacks the predictor of blocks\.2\.attn"):
+        sp.load(digits_file)

@@ -42,6 +42,9 @@ def test_keep_outside_its_range_is_refused(keep):
         ({"tau": math.nan}, "tau must be in"),
         ({"basis_threshold": -0.01}, "basis_threshold must be"),
         ({"basis_threshold": math.inf}, "basis_threshold must be"),
+        ({"basis_threshold": 10**400}, "basis_threshold must be"),
+        ({"keep": 10**400}, "keep must be"),
+        ({"tau": 10**400}, "tau must be"),
         ({"residual": 1}, "residual must be True or False"),
         ({"tile": (2,)}, "tile must be"),
         ({"tile": (0, 2)}, "tile must be two whole numbers"),
@@ -97,3 +100,9 @@ def test_every_backend_of_the_table_can_be_asked_for():
     from sparsifiner.ops import dispatch
 
     assert set(BACKENDS) == {"auto", *dispatch._TABLE}
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"keep": ' + "9" * 5000 + "}", '{"keep": 0.5', "\0"])
+def test_json_that_python_gives_up_on(text):
+    with pytest.raises(ConfigError, match="not a config in JSON"):
+        SparseConfig.from_json(text)

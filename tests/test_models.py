@@ -2,6 +2,7 @@ import argparse
 import logging
 import pickle
 import warnings
+import zipfile
 
 import pytest
 import timm
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from sparsifiner.errors import CheckpointError, ConfigError
-from sparsifiner.models import create_host
+from sparsifiner.models import create_host, read_weights
 
 NAME = "vit_tiny_patch16_224"
 SMALL = {"depth": 1, "img_size": 32}
@@ -128,3 +129,55 @@ def test_no_network_is_said_plainly(monkeypatch, capfd, recwarn):
 
 def test_random_weights_by_name():
     assert create_host(NAME, "random", **SMALL).num_classes == 1000
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.zeros(1).expand(10**12, 192),  # four bytes that stand for terabytes
+        torch.zeros(5, 192).to_sparse(),
+        torch.empty(2**40, 192, device="meta"),
+    ],
+)
+def test_tensors_that_are_not_what_they_seem(state, tmp_path, odd):
+    torch.save(state | {"head.weight": odd}, tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match="expected whole tensors by name"):
+        create_host(NAME, str(tmp_path / "a.pth"))
+
+
+def test_a_head_that_is_a_number(state, tmp_path):
+    save_file(state | {"head.weight": torch.tensor(1.0)}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match=r"head.weight is \(\) in the file"):
+        create_host(NAME, str(tmp_path / "a.safetensors"), **SMALL)
+
+
+def test_positions_that_cannot_be_resampled(state, tmp_path):
+    save_file(state | {"pos_embed": torch.zeros(3)}, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match="does not fit vit_tiny"):
+        create_host(NAME, str(tmp_path / "a.safetensors"), **SMALL)
+
+
+def test_an_archive_that_unpacks_to_more_than_it_is(state, tmp_path):
+    torch.save(state, tmp_path / "good.pth")
+    with zipfile.ZipFile(tmp_path / "good.pth") as old, zipfile.ZipFile(tmp_path / "bomb.pth", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name) + bytes(10**7), zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match="it would be larger unpacked"):
+        create_host(NAME, str(tmp_path / "bomb.pth"), **SMALL)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02X\xff\xff\xff\xffa.",  # text of 4 GiB
+        b"\x80\x02X\x01\x00\x00\x00\xff.",  # text that is none
+        b"\x80\x02j\x09\x00\x00\x00.",  # what was never remembered
+        b"\x80\x02e.",
+        b"",
+    ],
+)
+def test_pickles_that_stumble(tmp_path, content):
+    (tmp_path / "a.pth").write_bytes(content)
+    with pytest.raises(CheckpointError, match="is not a whole file of weights") as caught:
+        read_weights(str(tmp_path / "a.pth"))
+    assert not isinstance(caught.value.__context__, MemoryError)

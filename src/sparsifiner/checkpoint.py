@@ -16,12 +16,14 @@ from torch import nn
 from sparsifiner import __version__
 from sparsifiner.config import SparseConfig
 from sparsifiner.convert import conversion_of, converted, find_host, sparse_layers, sparsify, warn_of_bfloat16
-from sparsifiner.errors import CheckpointError, ConfigError
-from sparsifiner.files import replacing
+from sparsifiner.errors import CheckpointError, ConfigError, reason_of
+from sparsifiner.files import parse_json, replacing
 from sparsifiner.hosts import OPTIONAL, table
 
 FORMAT = "sparsifiner"
 FORMAT_VERSION = 1
+# Tokens of the model for each that its predictors are for: eight times as high and wide.
+MOST_RESAMPLED = 64
 READY = Path(__file__).parent / "ready"
 
 
@@ -93,20 +95,15 @@ def load(path: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.
                 f"{path} holds predictors only: pass the host they belong to, load(path, model=...) "
                 f"({_host_name(description)})"
             )
-        model = _build(description, path)
+        model = _build(description, tensors, path)
     else:
         _check_host(model, description, path)
-    grids = description["grids"]
-    sites = sum(1 for _ in find_host(model).sites(model))
-    if len(grids) != sites:
-        raise CheckpointError(
-            f"{path} is of a model with {len(grids)} attention layers, this one has {sites}: made with other "
-            "arguments? Make it as it was and pass model=..."
-        )
+    grids = [(rows, columns) for rows, columns in description["grids"]]
+    _check_predictors(model, config, grids, tensors, path)
     student = sparsify(model, config)
     layers = sparse_layers(student)
     for layer, grid in zip(layers, grids, strict=True):
-        layer.predictor.rebase((int(grid[0]), int(grid[1])))
+        layer.predictor.rebase(grid)
     if description["host_weights"] and "dtypes" in description:  # version 0.1 did not say, and meant the host's own
         if not isinstance(description["dtypes"], dict):
             raise CheckpointError(f"{path}: its description is damaged: dtypes is no object")
@@ -198,9 +195,9 @@ def _read(path: Path, weights: bool = True) -> tuple[dict[str, Any], dict[str, t
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()} if weights else {}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except Exception as error:  # of numbers that torch has no type for, it raises what it likes
         raise CheckpointError(
-            f"{path} is not a whole safetensors file ({error}): truncated, or another format? "
+            f"{path} is not a whole safetensors file ({reason_of(error)}): truncated, or another format? "
             "Files made by sparsifiner.save can be loaded"
         ) from None
     if FORMAT not in metadata:
@@ -208,19 +205,40 @@ def _read(path: Path, weights: bool = True) -> tuple[dict[str, Any], dict[str, t
             f"{path} was not written by sparsifiner.save: load plain weights into the host model instead"
         )
     try:
-        description = json.loads(metadata[FORMAT])
-        version = description["format_version"]
-        missing = {"config", "host", "model", "grids", "host_weights", "model_class"} - set(description)
-    except (json.JSONDecodeError, KeyError, TypeError):
+        description = parse_json(metadata[FORMAT])
+    except ValueError:
         raise CheckpointError(f"{path}: its description is damaged") from None
+    _check_description(description, path)
+    return description, tensors
+
+
+def _check_description(description: Any, path: Any) -> None:
+    """An error unless every part is there and of its kind; what is in them, their readers judge."""
+    version: Any = description.get("format_version") if isinstance(description, dict) else None
+    if not _is_count(version):
+        raise CheckpointError(f"{path}: its description is damaged")
     if version > FORMAT_VERSION:
         raise CheckpointError(
             f"{path} has format {version}, written by sparsifiner {description.get('library_version')}; "
             f"this version reads up to {FORMAT_VERSION}: upgrade sparsifiner"
         )
-    if missing:
-        raise CheckpointError(f"{path}: its description lacks {', '.join(sorted(missing))}")
-    return description, tensors
+    kinds = {"config": dict, "host": str, "model": dict, "grids": list, "host_weights": bool, "model_class": str}
+    if missing := sorted(set(kinds) - set(description)):
+        raise CheckpointError(f"{path}: its description lacks {', '.join(missing)}")
+    if wrong := next((name for name, kind in kinds.items() if not isinstance(description[name], kind)), None):
+        raise CheckpointError(f"{path}: its description is damaged: {wrong} is {description[wrong]!r}")
+    if not all(_is_pair(grid) for grid in description["grids"]):
+        raise CheckpointError(f"{path}: its description is damaged: grids must be whole numbers, rows and columns")
+    if not _is_pair(size := description["model"].get("img_size")):
+        raise CheckpointError(f"{path}: its description is damaged: img_size must be height and width, got {size!r}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
 
 
 def _config(description: dict[str, Any], path: Any) -> SparseConfig:
@@ -235,16 +253,56 @@ def _host_name(description: dict[str, Any]) -> str:
     return f"{description['host']} {made_as}"
 
 
-def _build(description: dict[str, Any], path: Any) -> nn.Module:
+def _build(description: dict[str, Any], tensors: dict[str, torch.Tensor], path: Any) -> nn.Module:
+    """The host that the file describes, once it is known to be that of the file's weights.
+
+    Else a few bytes could ask for a model of any size. On the meta device, a model of any size takes no memory.
+    """
     host = table().get(description["host"])
     if host is None:
         name = description["host"]
         hint = f"; pip install 'sparsifiner[{name}]' adds it" if name in OPTIONAL else ""
         raise CheckpointError(f"{path} is of host {name!r}, known are: {', '.join(table())}{hint}")
+    layers = len(description["grids"])
     try:
-        return host.build(description["model"])
+        with torch.device("meta"):
+            outline = host.build(description["model"], layers)
+        _check_tensors(outline.state_dict(), tensors, path)
+        return host.build(description["model"], layers)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+
+
+def _check_predictors(
+    model: nn.Module,
+    config: SparseConfig,
+    grids: list[tuple[int, int]],
+    tensors: dict[str, torch.Tensor],
+    path: Any,
+) -> None:
+    """An error unless the file's predictors are what its settings and grids say: memory is made for what these say."""
+    host = find_host(model)
+    sites, grid = list(host.sites(model)), host.grid(model)
+    if len(grids) != len(sites):
+        raise CheckpointError(
+            f"{path} is of a model with {len(grids)} attention layers, this one has {len(sites)}: made with other "
+            "arguments? Make it as it was and pass model=..."
+        )
+    for site, (rows, columns) in zip(sites, grids, strict=True):
+        name = f"{site.name}.predictor.w_up"
+        expected = (site.num_heads, config.n_down, grid.num_prefix + rows * columns)
+        if name in tensors and tuple(tensors[name].shape) != expected:
+            raise CheckpointError(
+                f"{path}: {name} is {tuple(tensors[name].shape)} in the file, where its settings and grid make it "
+                f"{expected}: the file is damaged, or of a model made with other arguments"
+            )
+        if grid.num_tokens > MOST_RESAMPLED * expected[2]:
+            raise CheckpointError(
+                f"{path}: images of the model have {grid.num_tokens} tokens, and its predictors are for {expected[2]}: "
+                "too few to be resampled; is the file damaged?"
+            )
+    if missing := [site.name for site in sites if f"{site.name}.predictor.w_up" not in tensors]:
+        raise CheckpointError(f"{path} lacks the predictor of {missing[0]}: made with other arguments?")
 
 
 def _check_host(model: nn.Module, description: dict[str, Any], path: Any) -> None:
@@ -268,17 +326,24 @@ def _size(description: dict[str, Any]) -> str:
     return " x ".join(str(side) for side in description["img_size"])
 
 
-def _fill(student: nn.Module, tensors: dict[str, torch.Tensor], path: Any, strict: bool) -> None:
-    expected = student.state_dict()
+def _check_tensors(expected: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor], path: Any) -> None:
+    """An error unless all that is expected is there, in its shape."""
     for name, tensor in tensors.items():
         if name in expected and expected[name].shape != tensor.shape:
             raise CheckpointError(
                 f"{path}: {name} is {tuple(tensor.shape)} in the file and {tuple(expected[name].shape)} in the "
                 "model: another size, or made with other arguments; make it as it was and pass model=..."
             )
-    wanted = {name for name in expected if strict or _is_ours(name)}
-    if missing := sorted(wanted - set(tensors)):
-        raise CheckpointError(f"{path} lacks {len(missing)} tensors, such as {missing[0]}: made with other arguments?")
+    if missing := sorted(set(expected) - set(tensors)):
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} tensors, such as {missing[0]}: made with other arguments? Make the model as "
+            "it was and pass model=..."
+        )
+
+
+def _fill(student: nn.Module, tensors: dict[str, torch.Tensor], path: Any, strict: bool) -> None:
+    expected = student.state_dict()
+    _check_tensors({name: tensor for name, tensor in expected.items() if strict or _is_ours(name)}, tensors, path)
     if foreign := sorted(set(tensors) - set(expected)):
         raise CheckpointError(
             f"{path} holds {len(foreign)} tensors the model has not, such as {foreign[0]}: made with other "

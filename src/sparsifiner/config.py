@@ -6,10 +6,12 @@ import dataclasses
 import json
 import math
 import numbers
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sparsifiner.errors import ConfigError
+from sparsifiner.errors import ConfigError, reason_of
+from sparsifiner.files import parse_json
 
 BACKENDS = ("auto", "cpu", "eager", "reference")
 PATTERNS = ("learned", "window", "axial", "strided", "bigbird", "linformer")
@@ -134,7 +136,7 @@ class SparseConfig:
         if not _is_real(self.tau) or not 0 <= self.tau < 1:
             raise ConfigError(f"tau must be in [0, 1), got {self.tau!r}")
         # Scores are then sums of products that are never negative, which selection relies on.
-        if not _is_real(self.basis_threshold) or not 0 <= self.basis_threshold < math.inf:
+        if not _is_real(self.basis_threshold) or not 0 <= self.basis_threshold <= sys.float_info.max:
             raise ConfigError(f"basis_threshold must be a number of at least 0, got {self.basis_threshold!r}")
         object.__setattr__(self, "n_down", int(self.n_down))
         object.__setattr__(self, "tau", float(self.tau))
@@ -191,9 +193,9 @@ class SparseConfig:
     def from_json(cls, text: str) -> SparseConfig:
         """Reads what `to_json` wrote; unknown or missing fields are an error, never ignored."""
         try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"not a config in JSON: {error}") from None
+            fields = parse_json(text)
+        except ValueError as error:
+            raise ConfigError(f"not a config in JSON: {reason_of(error)}") from None
         if not isinstance(fields, dict) or "keep" not in fields:
             raise ConfigError("a config in JSON must be an object with at least 'keep'")
         known = {field.name for field in dataclasses.fields(cls)}
@@ -230,9 +232,10 @@ def _numbers(value: object, what: str, of: str) -> tuple[int, ...]:
 
 
 def _keep_rate(value: object, what: str = "keep") -> float:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < float(value) <= 1:
+    number: Any = value
+    if not _is_real(number) or not 0 < number <= 1:
         raise ConfigError(f"{what} must be a share of the tokens in (0, 1], got {value!r}")
-    return float(value)
+    return float(number)
 
 
 def _tile(value: object) -> tuple[int, int]:

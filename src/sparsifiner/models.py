@@ -6,10 +6,12 @@ import argparse
 import contextlib
 import difflib
 import logging
+import mmap
 import warnings
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import timm
 import torch
@@ -17,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import sparsifiner.hosts.lvvit  # noqa: F401 - registers LV-ViT with timm, so that it is found by name
-from sparsifiner.errors import CheckpointError, ConfigError
+from sparsifiner.errors import CheckpointError, ConfigError, reason_of
 
 # What to say for --weights where random ones are meant.
 RANDOM = "random"
@@ -47,7 +49,7 @@ def create_host(name: str, weights: str | None = None, **arguments: Any) -> nn.M
                 "give a file with --weights"
             ) from error
     tensors = None if weights in (None, RANDOM) else read_weights(weights)
-    if tensors is not None and "head.weight" in tensors:
+    if tensors is not None and "head.weight" in tensors and tensors["head.weight"].ndim:
         arguments.setdefault("num_classes", tensors["head.weight"].shape[0])
     model = timm.create_model(name, pretrained=False, **arguments)
     if tensors is not None:
@@ -77,23 +79,16 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     if not file.is_file():
         raise CheckpointError(f"{path} does not exist or is not a file")
     try:
-        if file.suffix == ".safetensors":
-            content = load_file(file)
-        else:
-            with torch.serialization.safe_globals([argparse.Namespace]):  # how trainers keep their settings: plain data
-                content = torch.load(file, map_location="cpu", weights_only=True)
+        content = load_file(file) if file.suffix == ".safetensors" else _read_pickle(file)
     except Exception as error:  # in a damaged file, torch's reader stumbles over anything
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"{path} is not a whole file of weights ({reason}): truncated, damaged, or more than tensors, which "
-            "is never loaded"
+            f"{path} is not a whole file of weights ({reason_of(error)}): truncated, damaged, or more than tensors, "
+            "which is never loaded"
         ) from None
     tensors = _unwrapped(content)
-    if not isinstance(tensors, dict) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in tensors.items()
-    ):
+    if not isinstance(tensors, dict) or not all(_is_whole(*item) for item in tensors.items()):
         where = " or ".join(map(repr, WRAPPERS))
-        raise CheckpointError(f"{path} is not a state dict: expected tensors by name, or those under {where}")
+        raise CheckpointError(f"{path} is not a state dict: expected whole tensors by name, or those under {where}")
     return tensors
 
 
@@ -112,6 +107,31 @@ def _unwrapped(content: Any) -> Any:
     return tensors
 
 
+def _read_pickle(file: Path) -> Any:
+    """What torch saved, if it is tensors and plain values, and no larger than the file."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            unpacked = sum(part.file_size for part in archive.infolist())
+        if unpacked > file.stat().st_size:  # torch packs nothing
+            raise CheckpointError("it would be larger unpacked")
+    # Not the file itself: asked for more than is left, that makes room for all of it first.
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        with torch.serialization.safe_globals([argparse.Namespace]):  # how trainers keep their settings: plain data
+            return torch.load(cast(Any, mapped), map_location="cpu", weights_only=True)
+
+
+def _is_whole(name: Any, value: Any) -> bool:
+    """Whether it is a named tensor with memory for each of its numbers: else a small file could hold a huge one."""
+    return (
+        isinstance(name, str)
+        and isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+        and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+    )
+
+
 def _fill(model: nn.Module, tensors: dict[str, torch.Tensor], name: str, weights: Any) -> None:
     expected = model.state_dict()
     if (
@@ -121,7 +141,10 @@ def _fill(model: nn.Module, tensors: dict[str, torch.Tensor], name: str, weights
     ):
         from timm.models.vision_transformer import checkpoint_filter_fn
 
-        tensors = checkpoint_filter_fn(tensors, model)  # resamples position embeddings, as timm does
+        try:
+            tensors = checkpoint_filter_fn(tensors, model)  # resamples position embeddings, as timm does
+        except Exception as error:  # of shapes that are none of its own
+            raise CheckpointError(f"{weights} does not fit {name}: {reason_of(error)}") from None
     wrong = [key for key in expected if key in tensors and tensors[key].shape != expected[key].shape]
     missing, foreign = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
     if wrong:

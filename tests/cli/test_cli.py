@@ -11,6 +11,7 @@ import timm
 import torch
 import typer
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -173,6 +174,18 @@ def test_info_names_versions_hosts_and_backends():
     assert about["backends"]["eager"] == "can run"
     assert "timm" in about["hosts"]
     assert "backends:" in run("info").stdout
+
+
+def test_info_shows_what_a_file_says_without_doing_it(folder, tmp_path):
+    calibrate(folder)
+    with safe_open(folder / "student.safetensors", "pt") as file:
+        about = json.loads(file.metadata()["sparsifiner"]) | {"library_version": "\x1b[2J\ud800"}
+    about["model"]["architecture"] = "\x1b[2J"
+    save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors", {"sparsifiner": json.dumps(about)})
+    shown = run("info", tmp_path / "a.safetensors").stdout
+    assert "library_version: \\x1b[2J\\ud800" in shown
+    assert all(character.isprintable() or character == "\n" for character in shown)
+    assert json.loads(run("info", tmp_path / "a.safetensors", "--json").stdout)["library_version"] == "\x1b[2J\ud800"
 
 
 def test_demo_on_a_real_model(folder, tmp_path):

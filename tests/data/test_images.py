@@ -1,5 +1,8 @@
 import io
+import os
+import struct
 import tarfile
+import zlib
 
 import pytest
 import torch
@@ -113,8 +116,8 @@ def test_nothing_readable_is_an_error_even_if_asked_to_skip(tmp_path):
         (lambda root: root / "nowhere", "does not exist: give a folder"),
         (lambda root: as_folder({"a.txt": b"x"}, root), "holds no"),
         (lambda root: as_folder({"set.zip": b"x"}, root) / "set.zip", "not a .tar"),
-        (lambda root: as_folder({"set.tar": b"x"}, root) / "set.tar", "holds no readable images"),
-        (lambda root: as_folder({"set.tar": b""}, root) / "set.tar", "holds no readable images"),
+        (lambda root: as_folder({"set.tar": b"x"}, root) / "set.tar", "is it a whole tar"),
+        (lambda root: as_folder({"set.tar": b""}, root) / "set.tar", "is it a whole tar"),
     ],
 )
 def test_data_that_is_no_data(tmp_path, make, message):
@@ -195,3 +198,88 @@ def test_a_hugging_face_dataset_that_cannot_be_had(monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", refuse)
     with pytest.raises(DataError, match=r"cannot open hfds/someone/insects \(split 'validation'\): no network"):
         open_images("hfds/someone/insects", TO_TENSOR)
+
+
+# Files of an unknown hand: refused by name, before they cost anything.
+
+
+def promising(width, height):
+    """A PNG whose header promises so many pixels."""
+    parts = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)), (b"IDAT", b""), (b"IEND", b"")]
+    chunks = (struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (promising(9_000, 9_000), "is 9000 x 9000, more than 80 million pixels"),
+        (promising(30_000, 30_000), "decompression bomb"),
+        (picture(1, size=(3000, 2)), "is 2 x 3000, one side more than 100 times the other"),
+        (EPS, "cannot identify image file"),  # Pillow would start a program
+        (picture(1)[:45] + b"\xff" * 4 + picture(1)[49:], "."),  # a part that says it has 4 GiB
+    ],
+)
+def test_images_that_promise_too_much(files, tmp_path, content, reason):
+    data = as_folder(files | {"bee/1.webp": content}, tmp_path / "set")
+    with pytest.raises(DataError, match=rf"cannot read image .*bee/1\.webp: .*{reason}"):
+        all_of(open_images(data, TO_TENSOR))
+    loader = open_images(data, TO_TENSOR, skip_unreadable=True)
+    assert len(all_of(loader)[0]) == 5
+
+
+def test_a_decoders_own_errors_are_the_images(files, tmp_path, monkeypatch):
+    def stumble(self):
+        raise AssertionError  # as Pillow does on some palettes, and says nothing
+
+    monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", stumble)
+    with pytest.raises(DataError, match=r"cannot read image .*ant/0\.png: AssertionError"):
+        all_of(open_images(as_folder(files, tmp_path / "set"), TO_TENSOR))
+
+
+def test_pipes_devices_and_links_in_circles(files, tmp_path):
+    data = as_folder(files, tmp_path / "set")
+    os.mkfifo(data / "ant" / "pipe.png")
+    (data / "ant" / "zero.png").symlink_to("/dev/zero")
+    (data / "ant" / "nothing.png").symlink_to("nowhere")
+    (data / "ant" / "self.png").symlink_to("self.png")
+    (data / "ant" / "up").symlink_to(data)
+    (data / "root").symlink_to("/")
+    (data / "ant" / "other").symlink_to(data / "bee")  # not a circle: followed
+    loader = open_images(data, TO_TENSOR, skip_unreadable=True)
+    images, labels = all_of(loader)
+    assert sorted(name for name, _ in loader.skipped) == [
+        "ant/nothing.png",
+        "ant/pipe.png",
+        "ant/self.png",
+        "ant/zero.png",
+    ]
+    assert len(images) == 8
+    assert labels.tolist() == [0, 0, 3, 3, 1, 1, 2, 2]  # a class is the folder an image is found in
+
+
+def test_a_class_map_that_cannot_be_read(data, tmp_path):
+    with pytest.raises(DataError, match="the class map .*cannot be read"):
+        open_images(data, TO_TENSOR, num_classes=3, class_map=tmp_path / "nowhere.txt")
+    (tmp_path / "map.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match="the class map .*cannot be read"):
+        open_images(data, TO_TENSOR, num_classes=3, class_map=tmp_path / "map.txt")
+
+
+def test_a_tar_in_capitals(files, tmp_path):
+    _, labels = all_of(open_images(as_tar(files, tmp_path / "SET.TAR"), TO_TENSOR))
+    assert labels.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_tars_of_classes_in_a_tar(files, tmp_path):
+    inside = {}
+    for name in ("ant", "bee", "cat"):
+        mine = {path.partition("/")[2]: content for path, content in files.items() if path.startswith(name)}
+        inside[f"{name}.tar"] = as_tar(mine, tmp_path / "one.tar").read_bytes()
+    images, labels = all_of(open_images(as_tar(inside, tmp_path / "all.tar"), TO_TENSOR))
+    whole, expected = all_of(open_images(as_folder(files, tmp_path / "set"), TO_TENSOR))
+    assert torch.equal(images, whole)
+    assert torch.equal(labels, expected)

@@ -139,5 +139,29 @@ def test_damaged_shards(tmp_path):
     with pytest.raises(DataError, match="no such shards"):
         open_images(f"wds/{tmp_path}/b*.tar", lambda x: x)
     (tmp_path / "c.tar").write_bytes(b"x" * 600)
-    with pytest.raises(DataError, match="cannot read shard"):
+    with pytest.raises(DataError, match=r"cannot read .*c\.tar"):
         open_images(f"wds/{tmp_path}/c.tar", lambda x: x)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("00000.cls", b"9" * 5000),
+        ("00000.cls", b"-1"),
+        ("00000.cls", str(2**31).encode()),
+        ("00000.cls", bytes(2 << 20)),
+        ("00000.json", b"[" * 100_000),
+        ("00000.json", b'{"label": Infinity}'),
+        ("00000.json", b'{"label": 1.5}'),
+        ("00000.json", b'{"label": {}}'),
+        ("00000.json", b"5"),
+    ],
+)
+def test_labels_that_are_none(tmp_path, name, content):
+    shard(tmp_path / "a.tar", 1, label=False)
+    with tarfile.open(tmp_path / "a.tar", "a") as tar:
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        tar.addfile(member, io.BytesIO(content))
+    with pytest.raises(DataError, match=rf"a\.tar: {name}: expected a class number"):
+        open_images(f"wds/{tmp_path}/a.tar", lambda x: x)

@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 import sparsifiner as sp
+from sparsifiner.distillation.data import augmentation
 from sparsifiner.distillation.recipe import config_for, names
 from sparsifiner.errors import ConfigError
 
@@ -52,6 +53,10 @@ def test_a_file_of_ones_own(tmp_path):
         ({"elastic": "0.5:0.1"}, "must ascend"),
         ({"elastic": "0.5"}, "expected LOW:HIGH"),
         ({"tile": "2"}, "expected ROWSxCOLUMNS"),
+        ({"tile": "²x²"}, "expected ROWSxCOLUMNS"),
+        ({"tile": f"2x{'9' * 5000}"}, "expected ROWSxCOLUMNS"),
+        ({"phase1_epochs": 10**400}, "phase1_epochs must be a finite number"),
+        ({"phase1_epochs": float("inf")}, "phase1_epochs must be a finite number"),
         ({"phase1_epochs": 0, "phase2_epochs": 0}, "nothing to do"),
         ({"phase2_learning_rate": 1e-7}, "is above phase2_learning_rate"),
         ({"cache_teacher": True}, "crop is random"),
@@ -75,3 +80,32 @@ def test_every_field_says_what_it_is():
         field.metadata["help"].endswith((".", "(repeated augmentation); epochs stay as long."))
         for field in dataclasses.fields(sp.Recipe)
     )
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "keep = " + "9" * 5000, "keep = " + "[" * 50_000, "\xff"])
+def test_files_that_python_gives_up_on(tmp_path, text):
+    (tmp_path / "a.toml").write_text(text, encoding="latin-1")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        sp.Recipe.read(tmp_path / "a.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "not a recipe in JSON"),
+        ("9" * 5000, "not a recipe in JSON"),
+        ('{"keep": 0.5', "not a recipe in JSON"),
+        ("[[]]", "must be an object"),
+        ('{"keep": 0.5, "x": 1}', "unknown setting 'x'"),
+    ],
+)
+def test_recipes_in_json_that_are_none(text, message):
+    with pytest.raises(ConfigError, match=message):
+        sp.Recipe.from_json(text)
+    recipe = sp.Recipe(keep=0.4)
+    assert sp.Recipe.from_json(recipe.to_json()) == recipe
+
+
+def test_an_augmentation_that_timm_does_not_know(vit):
+    with pytest.raises(ConfigError, match="timm cannot augment images .*auto_augment 'loudly'"):
+        augmentation(vit, sp.Recipe(auto_augment="loudly"))

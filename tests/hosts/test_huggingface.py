@@ -557,13 +557,23 @@ def test_checkpoints_that_cannot_be_loaded(student, tmp_path, monkeypatch):
         sp.load(path, model=make("DeiTModel"))
     with pytest.raises(CheckpointError, match="is for images of 32 x 32, the model takes 48 x 48"):
         sp.load(path, model=make(image_size=48))
-    rewrite(path, config={"hidden_size": "many"})
+    good = json.loads(student.config.to_json_string(use_diff=False))
+    rewrite(path, config=good | {"hidden_size": "many"})
     with pytest.raises(CheckpointError, match="cannot make a ViTForImageClassification of the config in the file") as e:
         sp.load(path)
     assert "\n" not in str(e.value)
     for name in ("ViTMAEModel", "AutoModel", "pipeline", None):
         rewrite(path, architecture=name)
         with pytest.raises(CheckpointError, match=f"{name!r} is no class of transformers .*load\\(path, model=...\\)"):
+            sp.load(path)
+    for change, message in (
+        ({"_attn_implementation": "somebody/kernel"}, "_attn_implementation is not taken from files"),
+        ({"num_hidden_layers": 10**9}, "is not of a model of 2 layers"),
+        ({"num_labels": 10**9}, "a number that cannot be, 1000000000"),
+        ({"hidden_size": float("inf")}, "a number that cannot be, inf"),
+    ):
+        rewrite(path, architecture="ViTForImageClassification", config=good | change)
+        with pytest.raises(CheckpointError, match=message):
             sp.load(path)
     without_transformers(monkeypatch)
     with pytest.raises(CheckpointError, match=r"known are: timm; pip install 'sparsifiner\[huggingface\]' adds it"):

@@ -93,3 +93,19 @@ def test_another_models_dense_self_can_be_compared_with(student, vit, photos):
     assert against.top1 == own.top1
     assert against.divergence > own.divergence
     assert compare.Evaluation(student, batches, dense=other).row(compare.DENSE).agreement < 100
+
+
+def test_lines_that_are_damaged_cost_only_themselves(tmp_path):
+    path = tmp_path / "found.jsonl"
+    first = Journal(path, {})
+    first.put("a", {"x": 1})
+    about = first.about
+    damaged = [
+        "[" * 100_000,
+        "9" * 5000,
+        f'{{"about": "{about}"}}',
+        f'{{"about": "{about}", "key": [], "found": {{}}}}',
+    ]
+    with path.open("ab") as file:
+        file.write("\n".join([*damaged, ""]).encode() + b"\xff\xfe\n")
+    assert Journal(path, {}).found == {"a": {"x": 1}}

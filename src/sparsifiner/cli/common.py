@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,10 +100,9 @@ def parse_tile(text: str | None) -> tuple[int, int] | None:
     """``2x7``: rows by columns; ``none`` for a list per query."""
     if text is None or text == "none":
         return None
-    rows, cross, columns = text.partition("x")
-    if not (cross and rows.isdigit() and columns.isdigit()):
+    if not (sides := re.fullmatch(r"(\d{1,9})x(\d{1,9})", text, re.ASCII)):
         raise ConfigError(f"--tile: expected ROWSxCOLUMNS, such as 2x7, got {text!r}")
-    return int(rows), int(columns)
+    return int(sides[1]), int(sides[2])
 
 
 def parse_tokens(keep: float | None, method: str, fuse: bool = False, official: bool = False) -> TokenConfig | None:

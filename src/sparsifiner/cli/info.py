@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sparsifiner.cli import common
+from sparsifiner.errors import one_line
 
 
 def info(
@@ -22,13 +23,13 @@ def info(
     if as_json:
         common.print_json(content)
         return
-    for key, value in content.items():
+    for key, value in content.items():  # a checkpoint's can be any, also what moves a terminal's cursor
         if isinstance(value, dict):
-            typer.echo(f"{key}:")
+            typer.echo(one_line(f"{key}:"))
             for name, item in value.items():
-                typer.echo(f"  {name}: {item}")
+                typer.echo(one_line(f"  {name}: {item}"))
         else:
-            typer.echo(f"{key}: {value}")
+            typer.echo(one_line(f"{key}: {value}"))
 
 
 def _environment() -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Images in: batches from tensors and loaders, files through timm's readers."""
+"""Images in: batches from tensors and loaders, image files."""

@@ -1,13 +1,13 @@
-"""Image files through timm's readers: folders, tars of class folders, WebDataset shards, Hugging Face datasets."""
+"""Image files: class folders, tars of them, WebDataset shards, Hugging Face datasets through timm's reader."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, BinaryIO, Literal, cast
 
 import torch
 from PIL import Image
@@ -21,10 +21,19 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from sparsifiner.convert import host_of
+from sparsifiner.data.folders import ClassFolders, files
 from sparsifiner.data.shards import PREFIX, ShardReader
-from sparsifiner.errors import DataError
+from sparsifiner.data.tars import members
+from sparsifiner.errors import DataError, reason_of
 
 Preprocess = Literal["model", "crop"]
+
+# Decoders of what the names promise; Pillow knows others, some of which start programs.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+# Decoding takes up to 20 bytes a pixel for a moment. ImageNet's largest image has 61 million.
+MAX_PIXELS = 80_000_000
+# Resizing the shorter side to a model's blows the longer one up as much.
+MAX_ASPECT = 100
 
 
 # How to go on without images that cannot be read.
@@ -167,6 +176,25 @@ class _CenterCrop:
         return image.crop((left, top, left + width, top + height))
 
 
+def decode(source: BinaryIO) -> Image.Image:
+    """An image of an unknown hand, once it is known that it and what is made of it stay within bounds.
+
+    Raises:
+        DataError: it has too many pixels, or is far too long and thin.
+        Exception: whatever Pillow's decoders stumble over.
+    """
+    with source:
+        # All of it: asked for more than is left, as by a part that lies about its length, a file makes room first.
+        content = io.BytesIO(source.read())
+    image = Image.open(content, formats=FORMATS)
+    width, height = image.size  # known from the header, before anything is unpacked
+    if width * height > MAX_PIXELS:
+        raise DataError(f"is {height} x {width}, more than {MAX_PIXELS / 1e6:g} million pixels")
+    if max(image.size) > MAX_ASPECT * min(image.size):
+        raise DataError(f"is {height} x {width}, one side more than {MAX_ASPECT} times the other")
+    return image
+
+
 class Images(Dataset):
     """Images and class numbers by position; a `Failure` where there is none to be had."""
 
@@ -182,10 +210,14 @@ class Images(Dataset):
         index = self.order[position]
         try:
             source, label = self.reader[index]
-            with source if isinstance(source, Image.Image) else Image.open(source) as image:
-                tensor = self.transform(image.convert("RGB"))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            return Failure(self.reader.filename(index), str(error) or type(error).__name__)
+            image = source if isinstance(source, Image.Image) else decode(source)
+            image = image.convert("RGB")
+        except Exception as error:  # decoders raise whatever they stumble over in a damaged file
+            return Failure(self.reader.filename(index), reason_of(error))
+        try:
+            tensor = self.transform(image)
+        except (OSError, ValueError) as error:
+            return Failure(self.reader.filename(index), reason_of(error))
         label = -1 if label is None else int(label)
         if self.num_classes is not None:
             if self.mapping is not None:
@@ -232,15 +264,12 @@ def _open_reader(data: str, split: str) -> Any:
         raise DataError(
             f"{data} does not exist: give a folder of class folders, a .tar of them, wds/SHARDS or hfds/NAME"
         )
-    if path.is_file() and path.suffix.lower() != ".tar":
+    if not path.is_dir() and path.suffix.lower() != ".tar":
         raise DataError(f"{data} is a file but not a .tar: give a folder of class folders, a .tar, or hfds/NAME")
-    options: dict[str, Any] = (
-        {"cache_tarinfo": False} if path.is_file() else {}
-    )  # that cache is a pickle beside the data
     try:
-        reader = create_reader("", root=data, **options)
-    except (RuntimeError, ValueError, OSError, EOFError, tarfile.TarError) as error:
-        raise DataError(f"{data} holds no readable images: {error}") from None
+        reader = ClassFolders(files(path) if path.is_dir() else members(data))
+    except OSError as error:
+        raise DataError(f"{data} cannot be read: {reason_of(error)}") from None
     if len(reader) == 0:
         raise DataError(f"{data} holds no images in class folders")
     return reader
@@ -248,11 +277,14 @@ def _open_reader(data: str, split: str) -> Any:
 
 def _label_mapping(reader: Any, num_classes: int, class_map: Any, data: str) -> dict[int, int] | None:
     """From the reader's class numbers (sorted names) to the model's."""
-    numbers = getattr(reader, "class_to_idx", None) or getattr(reader, "class_name_to_idx", None)
+    numbers = getattr(reader, "class_to_idx", None)
     if not numbers:
         return None
     if class_map is not None:
-        names = Path(class_map).read_text().split()
+        try:
+            names = Path(class_map).read_text(encoding="utf-8").split()
+        except (OSError, ValueError) as error:
+            raise DataError(f"the class map {class_map} cannot be read: {reason_of(error)}") from None
         if unknown := sorted(set(numbers) - set(names)):
             raise DataError(f"{data} has class {unknown[0]!r}, which {class_map} does not list")
         return {number: names.index(name) for name, number in numbers.items()}

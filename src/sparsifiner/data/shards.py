@@ -9,25 +9,26 @@ from __future__ import annotations
 import dataclasses
 import glob
 import io
-import json
 import re
-import tarfile
 from pathlib import Path
 from typing import Any
 
 from timm.data.readers.img_extensions import get_img_extensions
 
+from sparsifiner.data.tars import Member, members
 from sparsifiner.errors import DataError
+from sparsifiner.files import parse_json
 
 PREFIX = "wds/"
 
 
+# A label is a number, or JSON that says a little more.
+LARGEST_LABEL_FILE = 1 << 20
+
+
 @dataclasses.dataclass
 class _Sample:
-    shard: int
-    name: str
-    offset: int
-    size: int
+    image: Member
     label: int | None = None
 
 
@@ -41,65 +42,63 @@ class ShardReader:
                 f"{pattern}: no such shards; give a path, a glob, or numbers such as shard-{{000..012}}.tar"
             )
         self.samples: list[_Sample] = []
-        for shard, path in enumerate(self.paths):
-            self._index(shard, path)
+        for path in self.paths:
+            self._index(path)
         if not self.samples:
             raise DataError(f"{pattern} holds no images: expected tars of key.jpg and key.cls")
 
-    def _index(self, shard: int, path: str) -> None:
-        images: dict[str, _Sample] = {}
+    def _index(self, path: str) -> None:
+        images: dict[str, Member] = {}
         labels: dict[str, int] = {}
-        try:
-            with tarfile.open(path) as tar:
-                for member in tar:
-                    if not member.isfile():
-                        continue
-                    folder, _, file = member.name.rpartition("/")
-                    stem, _, extension = file.partition(".")
-                    key = f"{folder}/{stem}"
-                    if f".{extension.lower()}" in get_img_extensions(as_set=True):
-                        images[key] = _Sample(shard, member.name, member.offset_data, member.size)
-                    elif extension in ("cls", "json") and (file := tar.extractfile(member)):
-                        labels[key] = _label(file.read(), extension, f"{path}: {member.name}")
-        except (tarfile.TarError, OSError, EOFError) as error:
-            raise DataError(f"cannot read shard {path}: {error}") from None
-        for key, sample in images.items():
-            sample.label = labels.get(key)
-            self.samples.append(sample)
+        for member in members(path):
+            folder, _, file = member.name.rpartition("/")
+            stem, _, extension = file.partition(".")
+            key = f"{folder}/{stem}"
+            if f".{extension.lower()}" in get_img_extensions(as_set=True):
+                images[key] = member
+            elif extension in ("cls", "json"):
+                labels[key] = _label(member, extension)
+        self.samples += [_Sample(image, labels.get(key)) for key, image in images.items()]
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[io.BytesIO, int | None]:
         sample = self.samples[index]
-        # Opened for each sample: worker processes must not share a file's position.
-        with open(self.paths[sample.shard], "rb") as file:
-            file.seek(sample.offset)
-            return io.BytesIO(file.read(sample.size)), sample.label
+        return io.BytesIO(sample.image.read()), sample.label
 
     def filename(self, index: int, *_: Any, **__: Any) -> str:
         """Where a sample is, for messages."""
-        sample = self.samples[index]
-        return f"{self.paths[sample.shard]}: {sample.name}"
+        image = self.samples[index].image
+        return f"{image.path}: {image.name}"
 
 
 def expand(pattern: str) -> list[str]:
     """Paths of a glob, or of a range of numbers in braces: ``shard-{000..012}.tar``."""
     if found := re.search(r"\{(\d+)\.\.(\d+)\}", pattern):
         first, last = found.groups()
-        numbers = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-        paths = [pattern[: found.start()] + number + pattern[found.end() :] for number in numbers]
-        if missing := next((path for path in paths if not Path(path).is_file()), None):
-            raise DataError(f"{pattern}: shard {missing} does not exist")
+        paths = []
+        for number in range(int(first), int(last) + 1):
+            paths.append(pattern[: found.start()] + str(number).zfill(len(first)) + pattern[found.end() :])
+            if not Path(paths[-1]).is_file():  # at once: a range can be any
+                raise DataError(f"{pattern}: shard {paths[-1]} does not exist")
         return paths
     return sorted(glob.glob(pattern))
 
 
-def _label(content: bytes, extension: str, where: str) -> int:
+def _label(member: Member, extension: str) -> int:
     try:
-        if extension == "cls":
-            return int(content)
-        described = json.loads(content)
-        return int(described["label"] if "label" in described else described["cls"])
-    except (ValueError, KeyError, TypeError):
-        raise DataError(f"{where}: expected a class number, or JSON with 'label'") from None
+        if member.size > LARGEST_LABEL_FILE:
+            raise ValueError("too large")
+        content = member.read()
+        if extension == "json":
+            described = parse_json(content)
+            content = described["label"] if "label" in described else described["cls"]
+        label = int(content)
+        if isinstance(content, float) or not 0 <= label < 2**31:
+            raise ValueError("no class number")
+        return label
+    except (ValueError, KeyError, TypeError, OverflowError):
+        raise DataError(
+            f"{member.path}: {member.name}: expected a class number, or JSON with a class number as 'label'"
+        ) from None

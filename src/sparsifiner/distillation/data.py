@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from sparsifiner.convert import host_of
 from sparsifiner.data.images import Failure, Preprocess, accept, data_config, open_images, preprocessing
 from sparsifiner.distillation.recipe import Recipe
-from sparsifiner.errors import ConfigError, DataError
+from sparsifiner.errors import ConfigError, DataError, reason_of
 
 # What a random number is for; each purpose has its own.
 SAMPLE, ORDER, MIX, STEP, KEEP = range(5)
@@ -168,19 +168,25 @@ def augmentation(model: nn.Module, recipe: Recipe, preprocess: Preprocess = "mod
             raise ConfigError("crop = centre takes images as they are: set auto_augment to '' and erase to 0")
         return preprocessing(model, preprocess)
     config = data_config(model)
-    transform = create_transform(
-        input_size=config["input_size"],
-        is_training=True,
-        scale=(recipe.smallest_crop, 1.0),
-        hflip=0.0,
-        color_jitter=cast(Any, recipe.colour_jitter or None),  # timm takes None, but does not say so
-        auto_augment=recipe.auto_augment or None,
-        interpolation=config["interpolation"],
-        mean=config["mean"],
-        std=config["std"],
-        re_prob=recipe.erase,
-        re_mode="pixel",
-    )
+    try:
+        transform = create_transform(
+            input_size=config["input_size"],
+            is_training=True,
+            scale=(recipe.smallest_crop, 1.0),
+            hflip=0.0,
+            color_jitter=cast(Any, recipe.colour_jitter or None),  # timm takes None, but does not say so
+            auto_augment=recipe.auto_augment or None,
+            interpolation=config["interpolation"],
+            mean=config["mean"],
+            std=config["std"],
+            re_prob=recipe.erase,
+            re_mode="pixel",
+        )
+    except Exception as error:  # timm asserts, or fails to read the policy's name as a number
+        raise ConfigError(
+            f"timm cannot augment images as the recipe says (auto_augment {recipe.auto_augment!r}, colour_jitter "
+            f"{recipe.colour_jitter:g}): {reason_of(error)}"
+        ) from None
     return cast(Callable[[Any], Tensor], transform)
 
 

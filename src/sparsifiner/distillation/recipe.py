@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import re
 import sys
 import typing
 from pathlib import Path
 from typing import Any, Literal
 
 from sparsifiner.config import SparseConfig, TokenConfig
-from sparsifiner.errors import ConfigError
+from sparsifiner.errors import ConfigError, reason_of
+from sparsifiner.files import parse_json
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -155,10 +158,9 @@ class Recipe:
         """``tile`` as rows and columns."""
         if self.tile is None:
             return None
-        rows, cross, columns = self.tile.partition("x")
-        if not (cross and rows.isdigit() and columns.isdigit()):
+        if not (sides := re.fullmatch(r"(\d{1,9})x(\d{1,9})", self.tile, re.ASCII)):
             raise ConfigError(f"tile: expected ROWSxCOLUMNS, such as 2x2, got {self.tile!r}")
-        return int(rows), int(columns)
+        return int(sides[1]), int(sides[2])
 
     def tokens(self) -> TokenConfig | None:
         """Which tokens are dropped."""
@@ -210,7 +212,12 @@ class Recipe:
     @classmethod
     def from_json(cls, text: str) -> Recipe:
         """Reads what `to_json` wrote."""
-        settings = json.loads(text)
+        try:
+            settings = parse_json(text)
+        except ValueError as error:
+            raise ConfigError(f"not a recipe in JSON: {reason_of(error)}") from None
+        if not isinstance(settings, dict):
+            raise ConfigError("a recipe in JSON must be an object with a value for each setting")
         _refuse_unknown(settings)
         return cls(**settings)
 
@@ -223,9 +230,11 @@ class Recipe:
         if not path.is_file():
             raise ConfigError(f"no recipe {str(name)!r}: give a TOML file, or one of {', '.join(names())}")
         try:
-            settings = tomllib.loads(path.read_text())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not TOML: {error}") from None
+            settings = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:  # also of bytes that are no text, and of too many digits
+            raise ConfigError(f"{path} is not TOML: {reason_of(error)}") from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {reason_of(error)}") from None
         _refuse_unknown(settings, f"{path}: ")
         return cls(**settings)
 
@@ -269,11 +278,13 @@ def _checked(field: dataclasses.Field, value: Any) -> Any:
             raise ConfigError(f"{field.name} must be one of {', '.join(kind)}, got {value!r}")
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = float(value) if abs(value) <= sys.float_info.max else math.inf
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ConfigError(f"{field.name} must be of type {kind.__name__}, got {value!r}")
     low, high = field.metadata["low"], field.metadata["high"]
     if (low is not None and not value >= low) or (high is not None and not value <= high):
         bounds = f"at least {low:g}" + (f" and at most {high:g}" if high is not None else "")
         raise ConfigError(f"{field.name} must be {bounds}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{field.name} must be a finite number, got {value!r}")
     return value

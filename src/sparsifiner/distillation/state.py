@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from sparsifiner import checkpoint
-from sparsifiner.errors import CheckpointError
+from sparsifiner.errors import CheckpointError, reason_of
+from sparsifiner.files import parse_json
 
 STUDENT, OPTIMISER, AVERAGE, STATE = "student.safetensors", "optimiser.safetensors", "average.safetensors", "state.json"
 _NAME = re.compile(r"step-([12])-(\d{6,})")
@@ -129,18 +130,27 @@ def prune(folder: Path, keep: int) -> None:
 def read_state(path: Path) -> RunState:
     """What a checkpoint says of itself."""
     try:
-        fields = json.loads((path / STATE).read_text())
-        return RunState(**fields)
-    except (OSError, json.JSONDecodeError, TypeError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint of a run: {error}") from None
+        state = RunState(**parse_json((path / STATE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is not a whole checkpoint of a run: {reason_of(error)}") from None
+    counts = {"phase": state.phase, "step": state.step, "world": state.world, "images": state.images}
+    if wrong := next((name for name, value in counts.items() if type(value) is not int or value < 0), None):
+        raise CheckpointError(f"{path} is not a whole checkpoint of a run: {wrong} is {counts[wrong]!r}")
+    if (
+        not isinstance(state.recipe, dict)
+        or not isinstance(state.best, int | float | None)
+        or state.phase not in (1, 2)
+    ):
+        raise CheckpointError(f"{path} is not a whole checkpoint of a run: its phase, recipe or best is none")
+    return state
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of one of a checkpoint's files."""
     try:
         return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}): resume from another checkpoint") from None
+    except Exception as error:  # of numbers that torch has no type for, it raises what it likes
+        raise CheckpointError(f"{path} is damaged ({reason_of(error)}): resume from another checkpoint") from None
 
 
 def fill(module: nn.Module, tensors: dict[str, Tensor], where: Path) -> None:

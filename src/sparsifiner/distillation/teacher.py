@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from sparsifiner.convert import find_host
 from sparsifiner.distillation.data import Batch, TrainingSet
-from sparsifiner.errors import CheckpointError, DataError
-from sparsifiner.files import replacing
+from sparsifiner.errors import CheckpointError, DataError, reason_of
+from sparsifiner.files import parse_json, replacing
 from sparsifiner.progress import Progress
 
 FILL_BATCH = 32  # fixed, so that the file is the same whatever the training's batch is
@@ -70,15 +70,16 @@ class CachedTeacher:
         self.path = path
         try:
             with safe_open(path, framework="pt") as file:
-                written = json.loads((file.metadata() or {}).get("teacher", "{}"))
-                if written != about:
-                    what = next((key for key in about if written.get(key) != about[key]), "format")
-                    raise CheckpointError(
-                        f"{path} is of another teacher or other images (its {what} differs): delete it"
-                    )
+                written = parse_json((file.metadata() or {}).get("teacher", "{}"))
                 self.logits, self.tokens = file.get_tensor("logits"), file.get_tensor("tokens")
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} is damaged ({error}): delete it") from None
+        except Exception as error:  # of numbers that torch has no type for, it raises what it likes
+            raise CheckpointError(f"{path} is damaged ({reason_of(error)}): delete it") from None
+        if written != about:
+            held = written if isinstance(written, dict) else {}
+            what = next((key for key in about if held.get(key) != about[key]), "format")
+            raise CheckpointError(f"{path} is of another teacher or other images (its {what} differs): delete it")
+        if not len(self.logits) == len(self.tokens) == 2 * about["images"]:
+            raise CheckpointError(f"{path} is damaged (outputs of some images are missing): delete it")
 
     def __call__(self, batch: Batch) -> Targets:
         """Looks it up."""

@@ -77,7 +77,8 @@ class Host:
         watch: makes the grid follow the size of each input; returns a handle with ``remove()``.
         sites: the attention modules in the order they run.
         describe: the arguments that make the model again, for checkpoints.
-        build: makes a model from such arguments, without weights and without a network.
+        build: makes a model from such arguments and the number of its attention layers, without weights and without a
+            network. The arguments are a file's, which may say anything: what cannot be made is a `CheckpointError`.
         image_size: height and width of the images the model takes now.
         class_token: whether the first token stands for the class.
         blocks: the blocks in the order they run.
@@ -96,7 +97,7 @@ class Host:
     watch: Callable[[nn.Module, TokenGrid], Any]
     sites: Callable[[nn.Module], Iterator[Site]]
     describe: Callable[[nn.Module], dict[str, Any]]
-    build: Callable[[dict[str, Any]], nn.Module]
+    build: Callable[[dict[str, Any], int], nn.Module]
     image_size: Callable[[nn.Module], tuple[int, int]]
     class_token: Callable[[nn.Module], bool]
     blocks: Callable[[nn.Module], list[BlockSite]]

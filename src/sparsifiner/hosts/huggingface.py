@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sparsifiner.errors import CheckpointError, ConfigError, DataError
+from sparsifiner.errors import CheckpointError, ConfigError, DataError, reason_of
 from sparsifiner.hosts import BlockAdapter, BlockSite, Host, Site, obstacle, refuse_tracing
 from sparsifiner.nn.attention import NO_MASK, AttentionAdapter
 from sparsifiner.nn.grid import TokenGrid
@@ -403,27 +403,53 @@ def _describe(model: Any) -> dict[str, Any]:
     }
 
 
-def _build(description: dict[str, Any]) -> nn.Module:
+def _build(description: dict[str, Any], layers: int) -> nn.Module:
     import transformers
 
     name: Any = description.get("architecture")
-    kind: Any = getattr(transformers, name, None) if name in MEMBERS else None
+    kind: Any = getattr(transformers, name, None) if isinstance(name, str) and name in MEMBERS else None
     if kind is None:
         raise CheckpointError(
             f"{name!r} is no class of transformers {transformers.__version__} that is known here: make the model "
             "yourself and pass it as load(path, model=...)"
         )
+    _check_config(description.get("config"), layers)
     try:
         model = kind(kind.config_class.from_dict(description["config"]), **description["options"])
         if MEMBERS[name].family.any_size:
             _tower(model).config.image_size = _setting(description["img_size"])
     except Exception as error:  # a config's own checks raise what they like
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"transformers {transformers.__version__} cannot make a {name} of the config in the file: {reason}"
+            f"transformers {transformers.__version__} cannot make a {name} of the config in the file: "
+            f"{reason_of(error)}"
         ) from None
     model.pretrained_cfg = _checked(description.get("data"))
     return model
+
+
+# Larger numbers are no sizes of a model, and transformers makes a label for each class before anybody can look.
+LARGEST = 2**20
+
+
+def _check_config(config: Any, layers: int) -> None:
+    """An error if a config asks for what no file of weights can hold, or for code from elsewhere."""
+    own = config.get("vision_config", config) if isinstance(config, dict) else None
+    if not isinstance(own, dict) or own.get("num_hidden_layers") != layers:
+        raise CheckpointError(f"the config in the file is not of a model of {layers} layers: the file is damaged")
+    waiting: list[Any] = [config]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            # transformers would fetch attention of that name from its hub, and run it.
+            if foreign := sorted(key for key in value if "attn_implementation" in key):
+                raise CheckpointError(
+                    f"the config in the file chooses how to compute: {foreign[0]} is not taken from files"
+                )
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        elif isinstance(value, int | float) and not abs(value) <= LARGEST:
+            raise CheckpointError(f"the config in the file has a number that cannot be, {value!r}: the file is damaged")
 
 
 def _checked(data: Any) -> dict[str, Any] | None:
@@ -436,7 +462,7 @@ def _checked(data: Any) -> dict[str, Any] | None:
     try:
         create_transform(**resolve_data_config(pretrained_cfg=dict(data)), is_training=False)
     except Exception as error:  # whatever nonsense makes it raise
-        raise CheckpointError(f"images cannot be made ready as the file says, {data!r}: {error}") from None
+        raise CheckpointError(f"images cannot be made ready as the file says, {data!r}: {reason_of(error)}") from None
     return data
 
 

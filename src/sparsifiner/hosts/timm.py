@@ -13,7 +13,7 @@ from timm.models import vision_transformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from sparsifiner.errors import CheckpointError, DataError
+from sparsifiner.errors import CheckpointError, DataError, reason_of
 from sparsifiner.hosts import BlockAdapter, BlockSite, Host, Site, obstacle, refuse_tracing
 from sparsifiner.hosts.lvvit import LVViT  # registers it with timm too, so that `_build` finds it by name
 from sparsifiner.nn.attention import NO_MASK, AttentionAdapter
@@ -188,7 +188,11 @@ def _describe(model: Any) -> dict[str, Any]:
     }
 
 
-def _build(description: dict[str, Any]) -> nn.Module:
+# What `_describe` writes. A file could ask timm for other things: to load another file, for one.
+ARGUMENTS = frozenset({"num_classes", "img_size", "in_chans", "global_pool", "dynamic_img_size"})
+
+
+def _build(description: dict[str, Any], layers: int) -> nn.Module:
     arguments = dict(description)
     architecture = arguments.pop("architecture", None)
     if not architecture:
@@ -196,12 +200,19 @@ def _build(description: dict[str, Any]) -> nn.Module:
             "the model was not made by timm.create_model, so its name is not in the file: "
             "make it yourself and pass it as load(path, model=...)"
         )
-    if not timm.is_model(architecture):
+    if foreign := sorted(set(arguments) - ARGUMENTS):
+        raise CheckpointError(f"{foreign[0]!r} is no argument of a model in a file: written by a newer version?")
+    if not isinstance(architecture, str) or not timm.is_model(architecture):
         raise CheckpointError(
             f"timm {timm.__version__} has no model {architecture!r}: install the timm it came from, "
             "or import what registers it"
         )
-    return timm.create_model(architecture, pretrained=False, **arguments)
+    try:
+        return timm.create_model(architecture, pretrained=False, **arguments)
+    except Exception as error:  # timm asserts, torch complains of sizes: whatever the arguments lead to
+        raise CheckpointError(
+            f"timm {timm.__version__} cannot make a {architecture} of the arguments in the file: {reason_of(error)}"
+        ) from None
 
 
 def _image_size(model: Any) -> tuple[int, int]:

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sparsifiner.files import parse_json
+
 
 class Journal:
     """Findings by key, one JSON object a line, written as they are found.
@@ -24,12 +26,13 @@ class Journal:
         self.path = path
         self.about = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
         self.found: dict[str, dict[str, Any]] = {}
-        text = path.read_text() if path.exists() else ""
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         self._cut = bool(text) and not text.endswith("\n")
         for line in text.splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # cut off when the last run ended
-                entry = json.loads(line)
-                if isinstance(entry, dict) and entry.get("about") == self.about:
+            with contextlib.suppress(ValueError):  # cut off when the last run ended, or damaged
+                entry = parse_json(line)
+                whole = isinstance(entry, dict) and isinstance(entry.get("key"), str)
+                if whole and entry.get("about") == self.about and isinstance(entry.get("found"), dict):
                     self.found[entry["key"]] = entry["found"]
 
     def get(self, key: str) -> dict[str, Any] | None:
