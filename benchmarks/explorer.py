@@ -1,15 +1,17 @@
 """How fast `sparsifiner explore` answers, and what it says to hostile input: results/explorer.csv.
 
 Starts the server on DeiT-Tiny, asks it alone, then as 32 clients at once, and compares what the many got with what one
-gets. Then sends it what it should refuse, and prints the answers.
+gets. Then sends it what it should refuse, and prints the answers. Last, it is besieged by connections that send
+nothing, or too slowly, while one good client goes on asking: results/explorer-slow.csv.
 
-    python benchmarks/explorer.py [--clients 32] [--requests 40]
+    python benchmarks/explorer.py [--clients 32] [--requests 40] [--only-slow]
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import csv
 import http.client
 import io
@@ -29,7 +31,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from common import RESULTS, assets, environment
+from common import RESULTS, assets, environment, write_csv
 from sparsifiner.files import replacing
 
 NAME = "deit_tiny_patch16_224"
@@ -210,18 +212,106 @@ def hostile(port: int) -> None:
     Console(width=170).print(table)
 
 
+# How slow connections begin; then they send a byte now and then, or nothing.
+SLOW = {
+    "nothing sent": b"",
+    "headers, byte by byte": b"GET /api/about HTTP/1.1\r\nHost: 127.0.0.1\r\nX: ",
+    "body, byte by byte": b"POST /api/sessions/{session}/images HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    b"Content-Length: 99999\r\n\r\n",
+    "idle after an answer": b"GET /api/basis?layer=0&head=0 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+}
+
+
+def besiege(port: int, name: str, count: int, seconds: float = 40.0) -> dict[str, Any]:
+    """So many slow connections at once: when the last was let go, what they were told, and how a good client fared."""
+    client = Client(port)
+    session = json.loads(client.ask("POST", "/api/sessions")[1])["session"]
+    opening = SLOW[name].replace(b"{session}", session.encode())
+    begin = time.perf_counter()
+    open_ones = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+    told: dict[socket.socket, bytes] = {}
+    for connection in open_ones:
+        told[connection] = b""
+        with contextlib.suppress(OSError):  # refused already
+            connection.sendall(opening)
+        connection.setblocking(False)
+    times, errors, closed = [], 0, 0.0
+    while open_ones and time.perf_counter() - begin < seconds:
+        start = time.perf_counter()
+        try:
+            errors += client.ask("GET", "/api/view?image=china.jpg&layer=0&head=0&query=5")[0] != 200
+        except (OSError, http.client.HTTPException):
+            errors, client = errors + 1, Client(port)
+        times.append(time.perf_counter() - start)
+        for connection in list(open_ones):
+            if _is_closed(connection, told, drip="byte" in name):
+                open_ones.remove(connection)
+                closed = time.perf_counter() - begin
+        time.sleep(0.1)
+    for connection in open_ones:
+        connection.close()
+    statuses = [
+        answer[answer.rindex(b"HTTP/1.1") :][9:12] if b"HTTP/1.1" in answer else b"" for answer in told.values()
+    ]
+    return {
+        "slow": name,
+        "connections": count,
+        "told_408": statuses.count(b"408"),
+        "told_503": statuses.count(b"503"),
+        "left_open": len(open_ones),
+        "last_closed_s": round(closed, 1),
+        "good_requests": len(times),
+        "good_errors": errors,
+        "good_p50_ms": round(1000 * percentile(times, 0.5), 1),
+        "good_max_ms": round(1000 * max(times), 1),
+    }
+
+
+def _is_closed(connection: socket.socket, told: dict[socket.socket, bytes], drip: bool) -> bool:
+    """Whether the server has let go of it; takes what it says, and sends another byte if it is to."""
+    try:
+        while part := connection.recv(1 << 16):
+            told[connection] += part
+        connection.close()
+        return True
+    except BlockingIOError:
+        pass
+    except OSError:
+        connection.close()
+        return True
+    if drip:
+        with contextlib.suppress(OSError):
+            connection.send(b"x")
+    return False
+
+
+def slow(port: int) -> None:
+    """Prints and writes what becomes of slow connections."""
+    rows = [besiege(port, name, 200) for name in SLOW]
+    rows.append(besiege(port, "nothing sent", 400))  # more than there may be
+    table = Table(*rows[0], title="slow connections, and one good client")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=170).print(table)
+    write_csv(rows, RESULTS / "explorer-slow.csv")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--requests", type=int, default=40, help="of each client")
+    parser.add_argument("--only-slow", action="store_true", help="only the slow connections")
     arguments = parser.parse_args()
     process, port = start()
     try:
+        if arguments.only_slow:
+            return slow(port)
         measure(port, 1, 5)  # what is done once is done before anything is measured
         alone, _ = measure(port, 1, 10 * arguments.requests)
         many, answers = measure(port, arguments.clients, arguments.requests)
         mistakes = wrong(port, answers)
         hostile(port)
+        slow(port)
         still = process.poll() is None
     finally:
         process.terminate()
@@ -236,6 +326,7 @@ def main() -> None:
         writer.writeheader()
         for row in alone + many:
             writer.writerow(row | {"wrong": mistakes if row["clients"] > 1 else ""} | environment())
+    return None
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-import uvicorn
 from PIL import Image
 
 import sparsifiner as sp
@@ -57,10 +56,10 @@ def app(subject):
 
 
 @contextlib.contextmanager
-def serving(app):
+def serving(app, limits=None):
     """A real server in this process; yields its address."""
     listener = server.listen("127.0.0.1", 0)
-    running = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    running = server.make_server(app, limits)
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()
     try:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 import time
 import webbrowser
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from sparsifiner.errors import ConfigError
+from sparsifiner.explorer.connections import BoundedProtocol, Limits
 
 # Tried one after the other where no port is asked for: links stay good from one time to the next.
 PORTS = range(8765, 8785)
@@ -46,11 +49,20 @@ def address_of(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
 
 
+def make_server(app: ASGIApp, limits: Limits | None = None) -> uvicorn.Server:
+    """A server of the app whose connections stay within the limits."""
+    limits = limits or Limits()
+    protocol: Any = functools.partial(BoundedProtocol, limits=limits)
+    # There are no websockets here, and a page that is still open should not hold up Ctrl-C.
+    config = uvicorn.Config(app, http=protocol, ws="none", log_level="warning", server_header=False)
+    config.timeout_keep_alive = limits.idle  # pyright: ignore[reportAttributeAccessIssue] (whole numbers are not needed)
+    config.timeout_graceful_shutdown = 3
+    return uvicorn.Server(config)
+
+
 def serve(app: ASGIApp, listener: socket.socket, open_browser: bool) -> None:
     """Answers until Ctrl-C."""
-    config = uvicorn.Config(app, log_level="warning", server_header=False, timeout_keep_alive=30)
-    config.timeout_graceful_shutdown = 3  # a page that is still open should not hold up Ctrl-C
-    server = uvicorn.Server(config)
+    server = make_server(app)
     if open_browser:
         threading.Thread(target=_open, args=(server, address_of(listener)), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):  # how uvicorn ends; everything is closed by then
