@@ -115,9 +115,12 @@ def _read_pickle(file: Path) -> Any:
         if unpacked > file.stat().st_size:  # torch packs nothing
             raise CheckpointError("it would be larger unpacked")
     # Not the file itself: asked for more than is left, that makes room for all of it first.
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # how trainers keep their settings: plain data
-            return torch.load(cast(Any, mapped), map_location="cpu", weights_only=True)
+    with (
+        file.open("rb") as opened,
+        mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        torch.serialization.safe_globals([argparse.Namespace]),  # how trainers keep their settings: plain data
+    ):
+        return torch.load(cast(Any, mapped), map_location="cpu", weights_only=True)
 
 
 def _is_whole(name: Any, value: Any) -> bool:
