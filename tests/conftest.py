@@ -28,6 +28,7 @@ if path := os.environ.get("SPARSIFINER_NATIVE"):
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from .toys import make_vit
 from .untouched import pytest_sessionfinish, pytest_sessionstart, pytest_terminal_summary  # noqa: F401 - hooks
 
 # Set here so that every test process, also one started by hand, leaves the other core to its neighbour.
@@ -37,31 +38,6 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def sharpen(model: nn.Module) -> nn.Module:
-    """Random weights attend to everything alike; larger ones make attention worth predicting."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "qkv.weight" in name:
-                parameter.normal_(std=0.25)
-    return model.eval()
-
-
-def make_vit(**arguments) -> VisionTransformer:
-    """A ViT of 26 tokens, 2 layers and 3 heads that runs in milliseconds."""
-    settings = {
-        "img_size": 20,
-        "patch_size": 4,
-        "embed_dim": 24,
-        "depth": 2,
-        "num_heads": 3,
-        "num_classes": 7,
-    }
-    torch.manual_seed(0)
-    model = VisionTransformer(**(settings | arguments))
-    sharpen(model)
-    return model
 
 
 @pytest.fixture

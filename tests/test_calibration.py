@@ -8,7 +8,7 @@ from sparsifiner.data.batches import as_batches
 from sparsifiner.errors import ConfigError, DataError
 from sparsifiner.ops import reference
 
-from .conftest import make_vit
+from .toys import make_vit
 
 CONFIG = sp.SparseConfig(0.3, n_down=6, tau=0.05, basis_threshold=0.01)
 

@@ -15,7 +15,7 @@ from sparsifiner.checkpoint import describe
 from sparsifiner.convert import sparse_layers
 from sparsifiner.errors import CheckpointError
 
-from .conftest import make_vit, sharpen
+from .toys import make_vit, sharpen
 
 CONFIG = sp.SparseConfig([0.3, 0.2], n_down=6, tau=0.01, tile=(2, 2))
 NAME = "vit_tiny_patch16_224"

@@ -13,7 +13,7 @@ import torch
 import sparsifiner as sp
 from sparsifiner import processor
 
-from .conftest import make_vit
+from .toys import make_vit
 
 DIES = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGILL)"]
 HANGS = [sys.executable, "-c", "import time; time.sleep(600)"]

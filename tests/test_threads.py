@@ -11,7 +11,7 @@ import transformers
 import sparsifiner as sp
 from sparsifiner.convert import conversion_of, sparse_layers
 
-from .conftest import make_vit, sharpen
+from .toys import make_vit, sharpen
 
 CONFIG = sp.SparseConfig(keep=0.3, n_down=5, tau=0.0)
 # The same number of patches in other places, and other numbers.

@@ -18,8 +18,9 @@ from typer.testing import CliRunner
 import sparsifiner as sp
 from sparsifiner.cli import main
 from sparsifiner.cli.main import app
+from sparsifiner.inspect import tuning
 
-from ..conftest import sharpen
+from ..toys import sharpen
 
 NAME = "vit_tiny_patch16_224"
 RANDOM = ("--weights", "random")
@@ -61,6 +62,26 @@ def calibrate(folder, *more):
         "calibrate", "--model", NAME, "--image-size", 64, "--weights", folder / "weights.safetensors",
         "--data", folder / "images", "--images", 8, "--n-down", 4, "--out", folder / "student.safetensors", *more,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("sparse", "dense", "slower"), [(1.0, 2.0, ()), (2.0, 1.0, tuple(range(12)))])
+def test_tuning_on_the_command_line(folder, monkeypatch, sparse, dense, slower):
+    """Only --tune changes what a model computes; without it, one line says what would be faster."""
+    timing = tuning.TuningReport((tuning.LayerTiming(sparse, dense),) * 12, 8, 17, 1)
+    monkeypatch.setattr(tuning, "time_layers", lambda *_, **__: timing)
+    line = "dense attention is as fast or faster here in 12 of 12 layers (17 tokens, batch 8, 1 thread)"
+    path = folder / "student.safetensors"
+    said = calibrate(folder).stderr
+    assert (line in said) == bool(slower)
+    assert sp.config_of(sp.load(path)).dense == ()
+    said = run("eval", path, "--data", folder / "images").stderr
+    assert (line in said) == bool(slower)
+    result = calibrate(folder, "--tune")
+    assert line not in result.stderr
+    assert "layer  sparse ms  dense ms  faster" in result.stdout
+    assert sp.config_of(sp.load(path)).dense == slower
+    assert f"  dense: {list(slower)}" in run("info", path).stdout
+    assert line not in run("eval", path, "--data", folder / "images").stderr
 
 
 def test_calibrate_then_eval_info_and_flops(folder):

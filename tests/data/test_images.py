@@ -12,7 +12,7 @@ from torchvision import transforms
 from sparsifiner.data.images import open_images, preprocessing
 from sparsifiner.errors import DataError
 
-from ..conftest import make_vit
+from ..toys import make_vit
 
 TO_TENSOR = transforms.ToTensor()
 

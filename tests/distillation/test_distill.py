@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import sparsifiner as sp
+from sparsifiner import checkpoint
 from sparsifiner.checkpoint import describe
 from sparsifiner.convert import sparse_layers
 from sparsifiner.distillation import loop, losses, phases, state
@@ -23,6 +24,7 @@ from sparsifiner.distillation.log import read
 from sparsifiner.distillation.run import randomise
 from sparsifiner.distillation.straight import straight_through
 from sparsifiner.errors import CheckpointError, ConfigError, DataError, TrainingError
+from sparsifiner.inspect import tuning
 
 QUICK = sp.Recipe(
     keep=0.3,
@@ -408,6 +410,25 @@ def test_kernels_train_as_eager_does(make, data):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
+def test_a_model_is_trained_in_the_form_it_was_tuned_to(make, data, tmp_path, monkeypatch):
+    timing = tuning.TuningReport((tuning.LayerTiming(1.0, 2.0), tuning.LayerTiming(2.0, 1.0)), 8, 26, 1)
+    monkeypatch.setattr("sparsifiner.distillation.run.time_layers", lambda student, images: timing)
+    student = make()
+    before = student.blocks[1].attn.predictor.w_up.clone()
+    recipe = QUICK.replace(start="given")
+    sp.distill(student, data, recipe, out=tmp_path / "tuned", tune=True)
+    assert sp.config_of(student).dense == (1,)
+    assert torch.equal(student.blocks[1].attn.predictor.w_up, before)  # a dense layer has nothing to learn here
+    about = checkpoint.describe(tmp_path / "tuned")
+    assert about["config"]["dense"] == [1]
+    last = state.newest(tmp_path / "tuned")
+    monkeypatch.undo()
+    again = make()  # goes on in the form the run had, whatever a stopwatch would say today
+    sp.distill(again, data, recipe, out=tmp_path / "again", resume=last, tune=True)
+    assert sp.config_of(again).dense == (1,)
+    assert same(student, again)
+
+
 def test_autocast_trains(make, data):
     report = sp.distill(make(), data, QUICK.replace(autocast=True))
     whole = sp.distill(make(), data, QUICK)
@@ -420,7 +441,7 @@ SCRIPT = """
     torch.set_num_threads(1)
     sys.path.insert(0, {tests!r})
     import sparsifiner as sp
-    from conftest import make_vit
+    from toys import make_vit
 
     torch.manual_seed(3)
     data = torch.randn(48, 3, 20, 20), torch.randint(0, 7, (48,))

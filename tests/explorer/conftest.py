@@ -16,7 +16,7 @@ from sparsifiner.explorer.pictures import lens_of
 from sparsifiner.explorer.samples import Gallery, file_samples
 from sparsifiner.explorer.subject import Subject
 
-from ..conftest import make_vit
+from ..toys import make_vit
 
 GRID, TOKENS, DEPTH, HEADS = 5, 26, 4, 3
 CONFIG = sp.SparseConfig(0.3, n_down=6, tau=0.1, basis_threshold=0.02)

@@ -158,10 +158,9 @@ def test_what_is_used_is_what_the_output_is_made_of(explorer, twin, residual, to
     sp.reconfigure(twin, residual=residual, tokens=tokens, keep=0.2)
     engine = Engine(twin)
     layer = sparse_layers(twin)[-1]
-    seen, outputs = [], []
-    layer.observers.append(seen.append)
+    values, outputs = [], []
     attend = layer.attend
-    layer.attend = lambda q, k, v: outputs.append(attend(q, k, v)) or outputs[-1]
+    layer.attend = lambda q, k, v: values.append(v) or outputs.append(attend(q, k, v)) or outputs[-1]
     picture = copy.copy(explorer.picture(IMAGE))
     run = engine.run(picture, sp.config_of(twin))
     engine.close()
@@ -169,7 +168,7 @@ def test_what_is_used_is_what_the_output_is_made_of(explorer, twin, residual, to
         for position in range(run.layers[-1].q.shape[1]):
             row = attention_row(run.layers[-1], head, position, residual)
             expected = outputs[-1][0, head, position]
-            torch.testing.assert_close(row.used @ seen[-1].v[0, head], expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(row.used @ values[-1][0, head], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_budget_that_covers_everything_is_dense(client):

@@ -19,7 +19,7 @@ from sparsifiner.explorer import server, subject
 from sparsifiner.explorer.app import create_app
 from sparsifiner.explorer.subject import open_subject
 
-from ..conftest import sharpen
+from ..toys import sharpen
 from .conftest import noise
 
 NAME = "vit_tiny_patch16_224"

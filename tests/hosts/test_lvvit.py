@@ -20,7 +20,7 @@ from sparsifiner.hosts.lvvit import LVViT
 from sparsifiner.inspect.flops import LV_VIT_S_DENSITY
 from sparsifiner.models import create_host
 
-from ..conftest import sharpen
+from ..toys import sharpen
 
 # dim, depth, heads, divisor of the residual branches, channels of the stem
 FACTS = {

@@ -8,7 +8,7 @@ import sparsifiner as sp
 from sparsifiner.convert import find_host, sparse_layers
 from sparsifiner.errors import DataError, UnsupportedModelError
 
-from ..conftest import make_vit, sharpen
+from ..toys import make_vit, sharpen
 
 FAMILY = {
     "deit tiny": {"name": "deit_tiny_patch16_224"},

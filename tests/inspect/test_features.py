@@ -6,7 +6,7 @@ from sparsifiner.convert import conversion_of
 from sparsifiner.errors import ConfigError
 from sparsifiner.inspect.features import feature_map
 
-from ..conftest import make_vit
+from ..toys import make_vit
 
 
 def outputs(student):

@@ -11,7 +11,7 @@ from sparsifiner.inspect.flops import dense_layer, sparse_layer
 from sparsifiner.inspect.statistics import measure
 from sparsifiner.report.paper import flops_rows
 
-from ..conftest import make_vit
+from ..toys import make_vit
 
 ROWS = {(row.model, row.setting): row for row in flops_rows()}
 

@@ -15,7 +15,7 @@ from sparsifiner.errors import ConfigError, DataError
 from sparsifiner.inspect import tuning
 from sparsifiner.nn.attention import SparseAttention
 
-from ..conftest import make_vit
+from ..toys import make_vit
 
 CONFIG = sp.SparseConfig(keep=0.2, n_down=5, tau=0.0)
 

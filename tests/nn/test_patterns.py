@@ -10,7 +10,7 @@ from sparsifiner.inspect.statistics import measure
 from sparsifiner.nn.patterns import RANKINGS, pattern_connectivity, pattern_mask
 from sparsifiner.ops import reference
 
-from ..conftest import make_vit
+from ..toys import make_vit
 
 
 @pytest.mark.parametrize("pattern", list(RANKINGS))

@@ -16,7 +16,7 @@ from sparsifiner.convert import sparse_layers
 from sparsifiner.errors import CheckpointError
 from sparsifiner.tokens.block import PruningBlock
 
-from ..conftest import make_vit, sharpen
+from ..toys import make_vit, sharpen
 
 CONFIG = sp.SparseConfig(keep=0.3, n_down=5, tau=0.0)
 

@@ -11,7 +11,7 @@ from sparsifiner.report import figures
 from sparsifiner.report.photo import read_photo, visible
 from sparsifiner.report.plots import trade_off
 
-from ..conftest import make_vit
+from ..toys import make_vit
 
 LAYERS, HEADS = [0, 2], [0, 1]
 

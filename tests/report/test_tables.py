@@ -8,7 +8,7 @@ from sparsifiner.inspect.compare import Evaluation
 from sparsifiner.report import reproduction
 from sparsifiner.report.paper import DEIT_S, DEIT_T_384, paper_rows
 
-from ..conftest import make_vit
+from ..toys import make_vit
 
 ROWS = paper_rows()
 

@@ -20,7 +20,7 @@ from sparsifiner.nn.grid import TokenGrid
 from sparsifiner.tokens.dynamicvit import TokenScorer, ratio_loss
 from sparsifiner.tokens.install import pruning_blocks
 
-from ..conftest import make_vit, sharpen
+from ..toys import make_vit, sharpen
 
 DEPTH, BLOCKS = 6, (1, 3)
 

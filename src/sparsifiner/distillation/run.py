@@ -112,6 +112,7 @@ def distill(
         if folder is not None and processes.first:
             _make(folder)
         if resumed is not None:
+            state.read_state(resumed)  # says what is wrong if it is no checkpoint of a run
             reconfigure(student, dense=checkpoint.describe(resumed)["config"].get("dense", ()))
         else:
             _start(student, training, recipe, progress if processes.first else None)

@@ -115,7 +115,7 @@ class SparseAttention(StandIn):
         """Those who are shown what this thread's calls attend to."""
         return self._observers.state
 
-    def configure(self, config: configuration.SparseConfig, keep: float, dense: bool) -> None:
+    def configure(self, config: configuration.SparseConfig, keep: float, dense: bool = False) -> None:
         """Takes new settings; only ``n_down`` is fixed, by the shape of the parameters.
 
         Args:
