@@ -110,7 +110,8 @@ def load(path: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.
         _retype(student, {name: _dtype_name(tensor) for name, tensor in tensors.items()} | description["dtypes"], path)
         warn_of_bfloat16(student)
     _fill(student, tensors, path, strict=description["host_weights"])
-    return student.eval()
+    _check_types(student.eval(), path)
+    return student
 
 
 def describe(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -166,6 +167,22 @@ def _is_plain(value: Any) -> bool:
 
 def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_types(student: nn.Module, path: Any) -> None:
+    """Weights of several types, which a model may well have, go together or they do not: it is tried once."""
+    kinds = {parameter.dtype for parameter in student.parameters() if parameter.is_floating_point()}
+    if len(kinds) == 1:
+        return
+    first = next(parameter for parameter in student.parameters() if parameter.ndim == 4)  # of the first convolution
+    image = torch.zeros(1, first.shape[1], *conversion_of(student).host.image_size(student), dtype=first.dtype)
+    try:
+        with torch.inference_mode():
+            student(image)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{path}: its weights are of types that do not go together ({reason_of(error)}): save the model in one type"
+        ) from None
 
 
 def _retype(student: nn.Module, dtypes: dict[str, str], path: Any) -> None:
