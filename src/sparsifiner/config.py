@@ -14,7 +14,7 @@ from sparsifiner.errors import ConfigError, reason_of
 from sparsifiner.files import parse_json
 
 BACKENDS = ("auto", "cpu", "eager", "reference")
-PATTERNS = ("learned", "window", "axial", "strided", "bigbird", "linformer")
+PATTERNS = ("learned", "window", "axial", "strided", "bigbird", "linformer", "cells")
 TOKEN_METHODS = ("evit", "dynamicvit")
 
 
@@ -105,7 +105,10 @@ class SparseConfig:
             lists those here in which sparse attention is not faster on the machine at hand.
         pattern: how the keys are chosen: ``"learned"`` asks the predictor; ``"window"``, ``"axial"``, ``"strided"`` and
             ``"bigbird"`` take the same B keys for every image, to compare with; ``"linformer"`` takes none and leaves
-            everything to the low-rank attention.
+            everything to the low-rank attention. ``"cells"`` asks no predictor either: the means of the keys in each
+            cell of the grid say which cells are opened, as many as hold B keys, and with ``residual`` every other cell
+            stands for its keys as one token. It needs no calibration, and of the above ``keep`` and ``tile`` only.
+        cell: rows and columns of patches in a cell, for ``pattern="cells"``.
         tokens: which tokens are dropped on the way; None keeps all.
         narrow: the fused kernels hold keys and values in 16 bits (bfloat16; sums stay in float32): less memory to
             read, at a relative error of 2^-9 a value. Only in inference; other backends take no notice.
@@ -121,6 +124,7 @@ class SparseConfig:
     dense: Sequence[int] = ()
     narrow: bool = False
     pattern: str = "learned"
+    cell: tuple[int, int] = (2, 2)
     tokens: TokenConfig | None = None
 
     def __post_init__(self) -> None:
@@ -145,14 +149,15 @@ class SparseConfig:
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {value!r}")
         if self.tile is not None:
-            object.__setattr__(self, "tile", _tile(self.tile))
+            object.__setattr__(self, "tile", _sides(self.tile, "tile", ", or None"))
+        object.__setattr__(self, "cell", _sides(self.cell, "cell"))
         if self.backend not in BACKENDS:
             raise ConfigError(f"unknown backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
         object.__setattr__(self, "dense", _numbers(self.dense, "dense", "layers"))
         if self.pattern not in PATTERNS:
             raise ConfigError(f"unknown pattern {self.pattern!r}: choose one of {', '.join(PATTERNS)}")
-        if self.pattern != "learned" and self.tile is not None:
-            raise ConfigError("tiles share learned lists of keys: set tile=None for other patterns")
+        if self.pattern not in ("learned", "cells") and self.tile is not None:
+            raise ConfigError("tiles share lists that depend on the image: set tile=None for fixed patterns")
         if isinstance(self.tokens, dict):  # from JSON
             try:
                 object.__setattr__(self, "tokens", TokenConfig(**self.tokens))
@@ -238,10 +243,10 @@ def _keep_rate(value: object, what: str = "keep") -> float:
     return float(number)
 
 
-def _tile(value: object) -> tuple[int, int]:
+def _sides(value: object, what: str, more: str = "") -> tuple[int, int]:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-        raise ConfigError(f"tile must be (rows, columns), such as (2, 2), or None, got {value!r}")
+        raise ConfigError(f"{what} must be (rows, columns), such as (2, 2){more}, got {value!r}")
     rows, columns = value
     if not (_is_int(rows) and _is_int(columns) and rows >= 1 and columns >= 1):
-        raise ConfigError(f"tile must be two whole numbers of at least 1, got {value!r}")
+        raise ConfigError(f"{what} must be two whole numbers of at least 1, got {value!r}")
     return int(rows), int(columns)

@@ -19,7 +19,8 @@ def evaluate(
     residual: Annotated[bool | None, typer.Option(help="With or without the residual, whatever the file says.")] = None,
     tile: common.Tile = None,
     pattern: Annotated[
-        str | None, typer.Option(help="Keys by a fixed pattern: window, axial, strided, bigbird; or linformer.")
+        str | None,
+        typer.Option(help="How keys are chosen: learned, cells, window, axial, strided, bigbird; or linformer."),
     ] = None,
     token_keep: Annotated[
         float | None, typer.Option(help="Drop tokens too: share of the patches that a block keeps; 1 for all.")

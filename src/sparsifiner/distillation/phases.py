@@ -65,7 +65,8 @@ def schedule(recipe: Recipe, phase: int, steps_per_epoch: int) -> Schedule:
 
 def learning_layers(student: nn.Module) -> list[SparseAttention]:
     """Layers that have something to predict: those that are dense anyway do not."""
-    return [layer for layer in sparse_layers(student) if not layer.is_dense()]
+    layers = (layer for layer in sparse_layers(student) if layer.config.pattern != "cells")  # which ask no predictor
+    return [layer for layer in layers if not layer.is_dense()]
 
 
 def predictor_names(student: nn.Module) -> set[str]:
@@ -81,7 +82,10 @@ def learns(student: nn.Module, recipe: Recipe, phase: int, trainable: set[str]) 
     names = {id(parameter): name for name, parameter in student.named_parameters()}
     layers = learning_layers(student)
     if phase == 1 and not layers:
-        raise ConfigError("every layer is dense at this keep rate: there is nothing to learn to predict")
+        raise ConfigError(
+            "every layer is dense at this keep rate, or opens cells, which needs no predictor: there is nothing to "
+            "learn to predict, set phase1_epochs = 0"
+        )
     if phase == 2 and recipe.token_method == "evit":  # a budget can cover all tokens that are left
         seen = dict(zip(sparse_layers(student), layer_tokens(student), strict=True))
         layers = [layer for layer in layers if not layer.is_dense(seen[layer].attention)]

@@ -45,7 +45,7 @@ class Recipe:
         None, "Basis entries up to this count as zero; 2 / tokens if not given.", low=0
     )
     tile: str | None = _option(None, "Share lists in tiles of the grid, such as 2x2.")
-    pattern: Literal["learned", "window", "axial", "strided", "bigbird", "linformer"] = _option(
+    pattern: Literal["learned", "window", "axial", "strided", "bigbird", "linformer", "cells"] = _option(
         "learned", "How keys are chosen; all but the first are baselines to compare with."
     )
     token_keep: float | None = _option(

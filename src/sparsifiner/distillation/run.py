@@ -189,6 +189,8 @@ def _teacher_model(student: nn.Module, teacher: nn.Module | None, recipe: Recipe
 
 
 def _start(student: nn.Module, data: TrainingSet, recipe: Recipe, progress: Progress | None) -> None:
+    if recipe.pattern == "cells":  # asks no predictor
+        return
     if recipe.start == "random":
         randomise(student, recipe.seed)
     elif recipe.start == "calibrated":

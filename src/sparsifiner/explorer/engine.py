@@ -23,6 +23,7 @@ from sparsifiner.inspect.observe import observing
 from sparsifiner.inspect.statistics import LayerStatistics, statistics_of
 from sparsifiner.nn.attention import Observation
 from sparsifiner.ops.attention import Residual
+from sparsifiner.ops.cells import Opened, shares
 from sparsifiner.ops.connectivity import Connectivity, accumulation_dtype
 
 # What passes may hold in all; one of DeiT-Tiny takes some 6 MiB.
@@ -39,9 +40,10 @@ class LayerPass:
         num_prefix: how many of the n tokens, at the start, are no patches; one fused from dropped ones included.
         cells: the grid cell of each patch token, ascending; None if all are there.
         connectivity: the lists of keys; None in a dense layer, and where low-rank attention is all there is.
-        residual: the low-rank estimate; None in a dense layer.
+        residual: the low-rank estimate; None in a dense layer, and where cells are opened.
         budget: keys a patch query may select.
         statistics: recall, connections and densities.
+        opened: the cells, where some are opened and others stand for their keys.
     """
 
     q: Tensor
@@ -53,11 +55,12 @@ class LayerPass:
     residual: Residual | None
     budget: int
     statistics: LayerStatistics
+    opened: Opened | None = None
 
     @property
     def is_dense(self) -> bool:
         """Whether every token attended to every token."""
-        return self.residual is None
+        return self.connectivity is None and self.residual is None
 
     @property
     def size(self) -> int:
@@ -65,6 +68,8 @@ class LayerPass:
         held = [self.q, self.k, self.cells]
         if self.connectivity is not None:
             held += [self.connectivity.indices, self.connectivity.counts]
+        if self.opened is not None:
+            held += [self.opened.lists.indices, self.opened.lists.counts]
         if self.residual is not None:
             held.append(self.residual.a_down)
             held += [self.residual.w_up] if self.residual.w_up.ndim == 4 else []
@@ -218,6 +223,7 @@ def _layer_pass(seen: Observation) -> LayerPass:
         cells=None if cells is None else cells[0].clone(),
         connectivity=seen.connectivity,
         residual=seen.residual,
+        opened=seen.opened,
         budget=layer.budget(),
         statistics=statistics_of(seen),
     )
@@ -237,6 +243,12 @@ def attention_row(layer: LayerPass, head: int, position: int, with_residual: boo
     logits = layer.k[head].to(dtype) @ layer.q[head, position].to(dtype) * layer.scale
     full = torch.softmax(logits, dim=0)
     mask = torch.ones_like(full, dtype=torch.bool)
+    if layer.opened is not None and layer.connectivity is not None and position >= layer.num_prefix:
+        query = torch.tensor([position])
+        mask = layer.connectivity.mask(query)[0, head, 0]
+        sparse = torch.softmax(logits.masked_fill(~mask, -torch.inf), dim=0)
+        used = shares(layer.q[None, :, query], layer.k[None], layer.opened, query, layer.scale)[0, head, 0]
+        return Row(mask, full, sparse, used if with_residual else sparse, used.masked_fill(mask, 0), None)
     if layer.residual is None or position < layer.num_prefix:
         return Row(mask, full, full, full, None, None)
     if layer.connectivity is None:  # low-rank attention alone keeps no key of a patch query

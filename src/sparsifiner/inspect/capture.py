@@ -13,6 +13,7 @@ from sparsifiner.convert import sparse_layers
 from sparsifiner.errors import ConfigError
 from sparsifiner.inspect.observe import observing
 from sparsifiner.nn.attention import Observation
+from sparsifiner.ops.cells import shares
 from sparsifiner.ops.connectivity import Connectivity, accumulation_dtype
 
 
@@ -30,7 +31,8 @@ class LayerCapture:
         mask: boolean ``[batch, h, Q, n]``, True where the query attends to the key.
         full_map: the true attention ``[batch, h, Q, n]``.
         sparse_map: the attention over the kept keys, renormalised; zero elsewhere.
-        estimate: the low-rank estimate ``A_down W_up``; zero rows for prefix queries; None in a dense layer.
+        estimate: the low-rank estimate ``A_down W_up``; zero rows for prefix queries; None in a dense layer. Where
+            cells are opened: what keys that are not kept get through the cell that stands for them.
         coefficients: ``A_down`` ``[batch, h, Q, m]``; zero rows for prefix queries; None in a dense layer.
         connectivity: all lists of the layer, all heads; None in a dense layer.
     """
@@ -103,7 +105,11 @@ def _record(seen: Observation, heads: Sequence[int] | None, queries: Sequence[in
     mask = torch.ones_like(full_map, dtype=torch.bool)
     estimate = coefficients = None
     is_patch = (rows >= prefix)[:, None]
-    if seen.residual is not None:
+    if seen.opened is not None and seen.connectivity is not None:
+        mask = seen.connectivity.mask(rows)[:, picked]
+        each = shares(seen.q[:, :, rows], seen.k, seen.opened, rows, layer.scale)[:, picked]
+        estimate = each.masked_fill(mask, 0)
+    elif seen.residual is not None:
         # Low-rank attention alone keeps no key of a patch query.
         mask = (~is_patch).expand_as(mask) if seen.connectivity is None else seen.connectivity.mask(rows)[:, picked]
         a_down = seen.residual.a_down[:, picked][:, :, (rows - prefix).clamp(min=0)]

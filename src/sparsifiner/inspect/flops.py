@@ -205,6 +205,8 @@ def _layer(layer: SparseAttention, seen: BlockTokens, density: float, measured: 
         return LayerCount(dense_layer(n, dim), 0)
     if pattern == "linformer":
         return LayerCount(2 * prefix * n * dim, linformer_layer(n, dim, landmarks) - 2 * prefix * landmarks * dim)
+    if pattern == "cells":
+        return _cells_layer(layer, n, prefix, measured)
     if measured is None:
         count = sparse_layer(n, dim, heads, layer.budget(), landmarks, density, prefix)
         return count if pattern == "learned" else LayerCount(count.attention, 0)
@@ -215,6 +217,22 @@ def _layer(layer: SparseAttention, seen: BlockTokens, density: float, measured: 
         attention=2 * prefix * n * dim + 2 * measured.connections * head_dim,
         predictor=low_rank + measured.score_products if pattern == "learned" or residual else 0,
         residual=estimates if residual else 0,
+    )
+
+
+def _cells_layer(layer: SparseAttention, n: int, prefix: int, measured: LayerStatistics | None) -> LayerCount:
+    """A layer that opens cells: every query meets every mean key, opened keys twice, standing cells' values once."""
+    dim, patches, (rows, columns) = layer.num_heads * layer.head_dim, n - prefix, layer.config.cell
+    size = layer.grid.size
+    cells = -(-size[0] // rows) * -(-size[1] // columns)
+    opened = min(cells, layer.budget() // (rows * columns))
+    keys, standing = patches * min(n, prefix + opened * rows * columns), patches * (cells - opened)
+    if measured is not None:
+        keys, standing = measured.connections / layer.num_heads, measured.standing / layer.num_heads
+    return LayerCount(
+        attention=2 * prefix * n * dim + 2 * keys * dim,
+        predictor=patches * cells * dim + 2 * patches * dim,  # and the squares that spreads are made of
+        residual=standing * dim if layer.config.residual else 0,
     )
 
 

@@ -32,6 +32,7 @@ class LayerStatistics:
         basis_density: share of w_up entries above the threshold.
         score_density: share of the products in ``A~_down W_up`` that are not zero (rho in the paper's count).
         score_products: those products per image, over all heads.
+        standing: (patch query, cell) pairs per image in which a cell stands for its keys, over all heads.
     """
 
     tokens: int
@@ -43,6 +44,7 @@ class LayerStatistics:
     basis_density: float
     score_density: float
     score_products: float
+    standing: float = 0.0
 
 
 def measure(student: nn.Module, images: Tensor | Iterable) -> list[LayerStatistics]:
@@ -99,6 +101,7 @@ class _Tally:
         self.images = 0
         self.mass = torch.zeros(layer.num_heads, dtype=torch.float64)
         self.connections = 0.0
+        self.standing = 0.0
         self.nonzero = 0.0
         self.products = 0.0
         self.basis = 0.0
@@ -109,6 +112,12 @@ class _Tally:
         rows = n - self.layer.grid.prefix
         self.images += batch
         self.rows, self.tokens = rows, n
+        if seen.opened is not None and seen.connectivity is not None:  # what is predicted is in no weights
+            self.mass += kept_mass(seen.q, seen.k, seen.connectivity, self.layer.scale).sum(0).cpu()
+            self.connections += seen.connectivity.connections().sum().item()
+            lists = seen.opened.lists
+            self.standing += lists.connections().sum().item() - seen.connectivity.connections().sum().item()
+            return
         if seen.residual is None:  # dense: all is kept, nothing is predicted
             self.mass += batch * rows
             self.connections += batch * self.layer.num_heads * rows * n
@@ -141,6 +150,7 @@ class _Tally:
             recall=sum(per_head) / heads,
             recall_per_head=tuple(per_head),
             connections=self.connections / self.images,
+            standing=self.standing / self.images,
             kept_share=self.connections / (queries * heads * self.tokens),
             coefficient_density=self.nonzero / (queries * heads * landmarks),
             basis_density=self.basis / (heads * landmarks * self.tokens),

@@ -16,7 +16,7 @@ from sparsifiner.nn.grid import PerThread, TokenGrid
 from sparsifiner.nn.patterns import pattern_connectivity, pattern_mask
 from sparsifiner.nn.predictor import ConnectivityPredictor
 from sparsifiner.nn.standin import StandIn
-from sparsifiner.ops import dispatch
+from sparsifiner.ops import cells, dispatch
 from sparsifiner.ops.attention import (
     Residual,
     class_attention,
@@ -55,7 +55,8 @@ NO_MASK = "sparse attention takes no attention mask: set keep=1.0, or call it wi
 class Observation:
     """What a layer shows its observers: inputs of the attention and, where it ran sparse, the connectivity.
 
-    A dense layer has neither connectivity nor residual; one with low-rank attention alone has no connectivity.
+    A dense layer has neither connectivity nor residual; one with low-rank attention alone has no connectivity, and one
+    that opens cells has no residual.
     """
 
     layer: SparseAttention
@@ -64,6 +65,7 @@ class Observation:
     v: Tensor
     connectivity: Connectivity | None
     residual: Residual | None
+    opened: cells.Opened | None = None
 
 
 Core = Callable[["SparseAttention", Tensor, Tensor, Tensor], Tensor]
@@ -179,6 +181,8 @@ class SparseAttention(StandIn):
             return self.core(self, q, k, v)
         if self.config.pattern == "linformer":
             return self._low_rank(q, k, v)
+        if self.config.pattern == "cells":
+            return self._open_cells(q, k, v)
         backend = dispatch.resolve(self.config.backend, q, self.config.n_down)
         if hasattr(backend, "fused") and self._can_fuse(q, k, v):
             return self._fused(backend, q, k, v)
@@ -209,6 +213,28 @@ class SparseAttention(StandIn):
             lacking = (self.predictor.at(self.grid.size)[1] - w_up)[..., prefix:].mT  # [batch, heads, n - prefix, m]
             rows = rows + (a_down * lacking).sum(-1, keepdim=True) * values[:, :, prefix:]
         return torch.cat([self._dense(q[:, :, :prefix], k, v), rows.to(q.dtype)], dim=2)
+
+    def _open_cells(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention at two resolutions: no predictor is asked."""
+        self._check_grid(q.shape[2])
+        if self.grid.presence is not None:
+            raise ConfigError("DynamicViT cannot be trained with pattern='cells': train it with another, or use EViT")
+        opened = cells.connect(
+            q,
+            k,
+            v,
+            budget=self.budget(),
+            grid=self.grid.size,
+            cell=self.config.cell,
+            num_prefix=self.grid.prefix,
+            tile=self.config.tile,
+            scale=self.scale,
+            positions=self.grid.positions(),
+            closed=self.config.residual,
+        )
+        if self.observers:
+            self._show(Observation(self, q, k, v, opened.keys, None, opened))
+        return cells.cell_attention(q, k, v, opened, scale=self.scale, backend=self.config.backend)
 
     def _can_fuse(self, *inputs: Tensor) -> bool:
         """Whether nothing is wanted but the output."""

@@ -71,9 +71,23 @@ def select(
 
 def top_budget(scores: Tensor, budget: int) -> Tensor:
     """Eq. 3 on rows of scores: the B largest, zeros discarded, ties to the lower index; a boolean mask."""
-    # topk says nothing about ties, so it only finds the cut; rows with ties at the cut then go by index.
-    cut = torch.topk(scores, budget, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    chosen = (scores >= cut) & (scores > 0)
+    cut = _cut(scores, budget)
+    return _settled(scores, cut, (scores >= cut) & (scores > 0), budget)
+
+
+def top_mask(scores: Tensor, budget: int) -> Tensor:
+    """The B largest of each row whatever they are, ties to the lower index; a boolean mask."""
+    cut = _cut(scores, budget)
+    return _settled(scores, cut, scores >= cut, budget)
+
+
+def _cut(scores: Tensor, budget: int) -> Tensor:
+    """The B-th largest of each row; topk says nothing about ties, so it only finds that."""
+    return torch.topk(scores, budget, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+
+
+def _settled(scores: Tensor, cut: Tensor, chosen: Tensor, budget: int) -> Tensor:
+    """``chosen`` where no more than B are; rows with ties at the cut go by index."""
     tied = chosen.sum(-1) > budget
     if bool(tied.any()):
         rows, cut = scores[tied], cut[tied]

@@ -96,6 +96,33 @@ def residual_attention(
     return kept_part(q, k, v, mask, scale, a_down, w_up) + a_down @ (w_up @ v)
 
 
+def cell_attention(
+    q: Tensor, k: Tensor, v: Tensor, opened: Tensor, cell_of: Tensor, scale: float, closed: bool = True
+) -> Tensor:
+    """Attention at two resolutions for patch queries: opened keys, and every other cell as one token.
+
+    Args:
+        q: patch queries ``[batch, heads, patches, d]``; ``k`` and ``v`` with the prefix.
+        k: keys ``[batch, heads, n, d]``.
+        v: values.
+        opened: boolean ``[batch, heads, patches, cells]``.
+        cell_of: int64 ``[batch, patches]``, the cell of each patch.
+        scale: of the logits.
+        closed: whether the other cells stand for their keys, or are left out.
+    """
+    prefix = k.shape[2] - cell_of.shape[1]
+    members = torch.nn.functional.one_hot(cell_of, opened.shape[-1]).to(k.dtype)[:, None]  # [batch, 1, patches, cells]
+    sizes = members.sum(2, keepdim=True)  # [batch, 1, 1, cells]
+    mean_keys, mean_values = (members.mT @ x[:, :, prefix:] / sizes.mT.clamp(min=1) for x in (k, v))
+    patches_open = (opened.to(k.dtype) @ members.mT) > 0
+    keys_open = torch.nn.functional.pad(patches_open, (prefix, 0), value=True)
+    logits = (q @ k.mT * scale).masked_fill(~keys_open, -torch.inf)
+    stands = ~opened & (sizes > 0) & closed
+    cell_logits = (q @ mean_keys.mT * scale + sizes.log()).masked_fill(~stands, -torch.inf)
+    weights = torch.softmax(torch.cat([logits, cell_logits], -1), dim=-1)
+    return weights @ torch.cat([v, mean_values], 2)
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, connectivity: Connectivity, a_down: Tensor, w_up: Tensor, scale: float
 ) -> Tensor:
