@@ -56,7 +56,7 @@ bench: $(READY)
 # The interpreter is not built with the sanitizers, so their libraries are loaded before everything else. The second build
 # shares work among plain threads (csrc/parallel.hpp): ThreadSanitizer does not know OpenMP.
 SANITIZED := build/sanitize
-KERNEL_TESTS := tests/ops/test_cpu.py tests/nn/test_attention.py -k "not compiles"
+KERNEL_TESTS := tests/ops/test_cpu.py tests/ops/test_cells.py tests/nn/test_attention.py -k "not compiles"
 sanitize: $(READY)
 	for kind in address thread; do \
 	  cmake -S . -B $(SANITIZED)-$$kind -DPython_EXECUTABLE=$(abspath $(BIN))/python -DSPARSIFINER_SANITIZE=$$kind \

@@ -15,6 +15,8 @@ from sparsifiner.ops.connectivity import (
     accumulation_dtype,
     low_rank_attention,
     query_groups,
+    tile_means,
+    tiles_of,
 )
 
 
@@ -77,7 +79,8 @@ def predict(
         members = torch.arange(num_prefix, n, device=q.device)[:, None]
         if tile is not None:
             coefficients = torch.where(coefficients > tau, coefficients, 0)
-            coefficients, tau = _tile_means(coefficients, positions, grid, num_prefix, tile), 0.0
+            tiles = tiles_of(grid, tile, positions[:, num_prefix:].long() - num_prefix)
+            coefficients, tau = tile_means(coefficients, *tiles), 0.0
     chosen = dispatch.resolve(backend, q, w_up.shape[-2])
     if basis.ndim == 4:  # images are heads with their own weights
         coefficients, basis = _folded(coefficients), basis.flatten(0, 1)
@@ -92,21 +95,6 @@ def predict(
         adds_self=members.shape[1] > 1,
     )
     return connectivity, Residual(a_down, w_up)
-
-
-def _tile_means(
-    coefficients: Tensor, positions: Tensor, grid: tuple[int, int], num_prefix: int, tile: tuple[int, int]
-) -> Tensor:
-    """Each query's coefficients replaced by the mean over the queries of its tile that are left."""
-    groups = query_groups(grid, num_prefix, tile, coefficients.device)
-    tile_of = torch.zeros(num_prefix + grid[0] * grid[1] + 1, dtype=torch.long, device=coefficients.device)
-    tile_of[groups] = torch.arange(len(groups), device=coefficients.device)[:, None]  # padding, -1, writes to the last
-    index = tile_of[positions[:, num_prefix:].long()][:, None, :, None].expand_as(coefficients)
-    batch, heads, _, landmarks = coefficients.shape
-    sums = coefficients.new_zeros(batch, heads, len(groups), landmarks)
-    counts = torch.zeros_like(sums).scatter_add_(2, index, torch.ones_like(coefficients))
-    means = sums.scatter_add_(2, index, coefficients) / counts.clamp(min=1)
-    return means.gather(2, index)
 
 
 def _folded(x: Tensor) -> Tensor:

@@ -19,7 +19,14 @@ from torch.nn import functional
 
 from sparsifiner.errors import ConfigError
 from sparsifiner.ops import dispatch
-from sparsifiner.ops.connectivity import Connectivity, accumulation_dtype, lists_from_mask, query_groups
+from sparsifiner.ops.connectivity import (
+    Connectivity,
+    accumulation_dtype,
+    lists_from_mask,
+    query_groups,
+    tile_means,
+    tiles_of,
+)
 from sparsifiner.ops.eager import CHUNK_ELEMENTS, top_mask
 
 # Spreads below this count as this: a cell of equal keys has nothing to open, and its logarithm must be finite.
@@ -140,7 +147,7 @@ def open_cells(
     queries = q[:, :, num_prefix:].detach().to(keys.dtype)
     own = cells.own
     if tiles is not None:
-        queries = _tile_means(queries, tiles, len(own))
+        queries = tile_means(queries, tiles, len(own))
         own = own[tiles][:, None]  # [batch, 1, patches, cells]
     elif cells.members.shape[1] > 1:
         real = (cells.members >= 0).to(keys.dtype)[..., None]
@@ -155,14 +162,6 @@ def open_cells(
         scores = queries[:, :, part] @ keys.mT + bias
         forced = own[..., part, :] & ~empty
         yield top_mask(scores.masked_fill(forced, torch.inf), count) & ~empty
-
-
-def _tile_means(queries: Tensor, tiles: Tensor, count: int) -> Tensor:
-    """Each query replaced by the mean over the queries of its tile that are left."""
-    index = tiles[:, None, :, None].expand(queries.shape)
-    sums = queries.new_zeros(*queries.shape[:2], count, queries.shape[-1]).scatter_add(2, index, queries)
-    counts = torch.zeros_like(sums).scatter_add(2, index, torch.ones_like(queries))
-    return (sums / counts.clamp(min=1)).gather(2, index)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +218,7 @@ def connect(
     cells = cut_cells(grid, cell, num_prefix, tile, q.device, positions)
     tiles = None
     if positions is not None and tile is not None:
-        tiles = _tiles_of(grid, tile, positions[:, num_prefix:].long() - num_prefix)
+        tiles, _ = tiles_of(grid, tile, positions[:, num_prefix:].long() - num_prefix)
     n, patches = q.shape[2], q.shape[2] - num_prefix
     count = min(cells.count, max(budget // area, int(cells.own.sum(1).max())))
     longest = num_prefix + min(patches, count * area)
@@ -238,13 +237,6 @@ def connect(
         Connectivity(key_indices, key_counts, num_tokens=n, **about),
         cells,
     )
-
-
-def _tiles_of(grid: tuple[int, int], tile: tuple[int, int], places: Tensor) -> Tensor:
-    groups = query_groups(grid, 0, tile, places.device)
-    tile_of = torch.zeros(grid[0] * grid[1] + 1, dtype=torch.long, device=places.device)
-    tile_of[groups] = torch.arange(len(groups), device=places.device)[:, None]  # padding, -1, writes to the last
-    return tile_of[places]
 
 
 def cell_attention(

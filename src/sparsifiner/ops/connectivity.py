@@ -142,6 +142,22 @@ def query_groups(grid: tuple[int, int], num_prefix: int, tile: tuple[int, int] |
     return tiles.transpose(1, 2).reshape(-1, height * width)
 
 
+def tiles_of(grid: tuple[int, int], tile: tuple[int, int], places: Tensor) -> tuple[Tensor, int]:
+    """The tile, by number, of patches at ``places`` of the grid, and how many tiles there are."""
+    groups = query_groups(grid, 0, tile, places.device)
+    tile_of = torch.zeros(grid[0] * grid[1] + 1, dtype=torch.long, device=places.device)
+    tile_of[groups] = torch.arange(len(groups), device=places.device)[:, None]  # padding, -1, writes to the last
+    return tile_of[places], len(groups)
+
+
+def tile_means(rows: Tensor, tiles: Tensor, count: int) -> Tensor:
+    """Rows ``[batch, heads, patches, d]``, each replaced by the mean over its tile, ``tiles`` ``[batch, patches]``."""
+    index = tiles[:, None, :, None].expand_as(rows)
+    sums = rows.new_zeros(*rows.shape[:2], count, rows.shape[3])
+    counts = torch.zeros_like(sums).scatter_add_(2, index, torch.ones_like(rows))
+    return (sums.scatter_add_(2, index, rows) / counts.clamp(min=1)).gather(2, index)
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Sums are carried in float32 at least, whatever the inputs are stored in."""
     return torch.promote_types(dtype, torch.float32)
