@@ -178,6 +178,7 @@ def test_a_call_that_failed_half_way_leaves_nothing(host, pictures, error):
 
 
 def test_compiled_models_in_threads(pictures):
+    torch.compiler.reset()  # what other tests compiled of the same code counts against one limit
     student = sp.sparsify(make_vit(dynamic_img_size=True), CONFIG)
     compiled = torch.compile(student, backend="eager", fullgraph=True, dynamic=False)
     with torch.no_grad():

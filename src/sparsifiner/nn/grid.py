@@ -64,13 +64,17 @@ class Call:
         return (self.cells[..., None] == self.stands[:, None, 1:]).any(-1)
 
 
+NO_SIZE = (0, 0)  # of a thread that has made no call yet: the model's own counts
+
+
 @dataclasses.dataclass
 class _Now:
     """``call`` is under way, or left over; ``latest`` began or ended last; ``outer`` are those that wait meanwhile."""
 
-    call: Call | None = None
-    latest: Call | None = None
-    outer: tuple[Call | None, ...] = ()
+    # Never None: torch.compile would compile the same code anew for every thread that has made no call yet.
+    call: Call = dataclasses.field(default_factory=lambda: Call(NO_SIZE))
+    latest: Call = dataclasses.field(default_factory=lambda: Call(NO_SIZE))
+    outer: tuple[Call, ...] = ()
     dense: bool = False
 
 
@@ -98,14 +102,15 @@ class TokenGrid:
     @property
     def call(self) -> Call:
         """The call of this thread that is under way; between calls, the last one that was."""
-        if self._now.call is None:
-            self._now.call = Call(self.own_size)
-        return self._now.call
+        call = self._now.call
+        if call.size == NO_SIZE:
+            call.size = self.own_size
+        return call
 
     @property
     def latest(self) -> Call:
         """The call of this thread that ended last: for those who made it and want to know more than its output."""
-        return self.call if self._now.latest is None else self._now.latest
+        return self.call if self._now.latest.size == NO_SIZE else self._now.latest
 
     def begin(self, size: tuple[int, int], *, only: bool = False) -> None:
         """A new input: all of its tokens are there.
