@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import numbers
@@ -108,7 +109,11 @@ class SparseConfig:
             everything to the low-rank attention. ``"cells"`` asks no predictor either: the means of the keys in each
             cell of the grid say which cells are opened, as many as hold B keys, and with ``residual`` every other cell
             stands for its keys as one token. It needs no calibration, and of the above ``keep`` and ``tile`` only.
-        cell: rows and columns of patches in a cell, for ``pattern="cells"``.
+        cells: for ``pattern="cells"``, the rows and columns of patches in a cell of each level, finest first: the cells
+            of a level hold whole cells of the one before.
+        refine: the share of a coarser level's cells that are opened into finer ones.
+        tolerance: open only cells whose error, if left closed, is estimated to be larger: easy queries then open few,
+            and ``keep`` is the most that any may open. 0 opens as many as ``keep`` allows.
         tokens: which tokens are dropped on the way; None keeps all.
         narrow: the fused kernels hold keys and values in 16 bits (bfloat16; sums stay in float32): less memory to
             read, at a relative error of 2^-9 a value. Only in inference; other backends take no notice.
@@ -124,7 +129,9 @@ class SparseConfig:
     dense: Sequence[int] = ()
     narrow: bool = False
     pattern: str = "learned"
-    cell: tuple[int, int] = (2, 2)
+    cells: Sequence[tuple[int, int]] = ((2, 2),)
+    refine: float = 0.5
+    tolerance: float = 0.0
     tokens: TokenConfig | None = None
 
     def __post_init__(self) -> None:
@@ -150,7 +157,11 @@ class SparseConfig:
                 raise ConfigError(f"{name} must be True or False, got {value!r}")
         if self.tile is not None:
             object.__setattr__(self, "tile", _sides(self.tile, "tile", ", or None"))
-        object.__setattr__(self, "cell", _sides(self.cell, "cell"))
+        object.__setattr__(self, "cells", _levels(self.cells))
+        if not _is_real(self.tolerance) or not 0 <= self.tolerance <= sys.float_info.max:
+            raise ConfigError(f"tolerance must be a number of at least 0, got {self.tolerance!r}")
+        object.__setattr__(self, "tolerance", float(self.tolerance))
+        object.__setattr__(self, "refine", _keep_rate(self.refine, "refine", "the coarser cells"))
         if self.backend not in BACKENDS:
             raise ConfigError(f"unknown backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
         object.__setattr__(self, "dense", _numbers(self.dense, "dense", "layers"))
@@ -236,11 +247,24 @@ def _numbers(value: object, what: str, of: str) -> tuple[int, ...]:
     return tuple(int(number) for number in value)
 
 
-def _keep_rate(value: object, what: str = "keep") -> float:
+def _keep_rate(value: object, what: str = "keep", of: str = "the tokens") -> float:
     number: Any = value
     if not _is_real(number) or not 0 < number <= 1:
-        raise ConfigError(f"{what} must be a share of the tokens in (0, 1], got {value!r}")
+        raise ConfigError(f"{what} must be a share of {of} in (0, 1], got {value!r}")
     return float(number)
+
+
+def _levels(value: object) -> tuple[tuple[int, int], ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value or _is_int(value[0]):
+        raise ConfigError(f"cells must list (rows, columns) of each level, such as ((2, 2), (4, 4)), got {value!r}")
+    levels = tuple(_sides(level, "a cell") for level in value)
+    for fine, coarse in itertools.pairwise(levels):
+        if fine == coarse or any(large % small for small, large in zip(fine, coarse, strict=True)):
+            raise ConfigError(
+                f"cells of {coarse[0]} x {coarse[1]} patches do not hold whole cells of {fine[0]} x {fine[1]}: list "
+                "levels from fine to coarse, each a multiple of the one before"
+            )
+    return levels
 
 
 def _sides(value: object, what: str, more: str = "") -> tuple[int, int]:

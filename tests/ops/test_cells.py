@@ -1,4 +1,7 @@
-"""Attention at two resolutions: every row and every gradient against the reference, on every backend."""
+"""Attention at several resolutions: every row and every gradient against the reference, on every backend."""
+
+import itertools
+import math
 
 import pytest
 import torch
@@ -6,12 +9,14 @@ from torch.nn import functional
 
 import sparsifiner as sp
 from sparsifiner.convert import sparse_layers
-from sparsifiner.errors import ConfigError
+from sparsifiner.errors import BackendError, ConfigError
 from sparsifiner.ops import cells, cpu, reference
+from sparsifiner.ops.connectivity import query_groups
 
 from ..toys import make_vit
 
 BACKENDS = ["cpu", "eager"]
+ONE, TWO, THREE = ((2, 2),), ((2, 2), (4, 4)), ((1, 2), (2, 4), (4, 4))
 
 
 def inputs(grid=(6, 5), prefix=1, heads=2, batch=2, d=8, dtype=torch.float32, seed=0):
@@ -20,173 +25,327 @@ def inputs(grid=(6, 5), prefix=1, heads=2, batch=2, d=8, dtype=torch.float32, se
     return [torch.randn(batch, heads, n, d, generator=generator, dtype=torch.float64).to(dtype) * 1.5 for _ in range(3)]
 
 
-def opened_mask(opened):
-    """Boolean [batch, heads, patch queries, cells]: of which cells the lists hold keys."""
-    keys, of = opened.keys, opened.cells.of
-    patches = keys.mask(torch.arange(keys.num_prefix, keys.num_tokens))[..., keys.num_prefix :]
-    found = torch.zeros(*patches.shape[:3], opened.cells.count, dtype=torch.long)
-    return found.scatter_add(3, of[:, None, None].expand_as(patches), patches.long()) > 0
+def opening(grid=(6, 5), budget=16, **settings):
+    return cells.Opening(grid=grid, budget=budget, **settings)
 
 
-def plain_opening(q, k, v, cell_of, own, prefix, count, scale):
-    """The rule in words, in float64: what the cell gets times how far its keys and values are from their means."""
-    q, k, v = (x[:, :, prefix:].double() for x in (q, k, v))
-    total = int(cell_of.max()) + 1
-    scores = torch.full((*q.shape[:3], total), -torch.inf, dtype=torch.float64)
-    for cell in range(total):
-        inside = (cell_of == cell).nonzero().flatten()
-        keys, values = k[:, :, inside], v[:, :, inside]
-        spread = [
-            (x - x.mean(2, keepdim=True)).square().mean(2).sum(-1).clamp(min=1e-30).sqrt().log()[..., None]
-            for x in (keys, values)
-        ]
-        logit = (q * keys.mean(2, keepdim=True)).sum(-1) * scale
-        scores[..., cell] = logit + torch.tensor(float(len(inside))).log() + spread[0] + spread[1]
-    scores[own.expand_as(scores)] = torch.inf
-    return reference.top_budget(scores - scores[~own.expand_as(scores)].min() + 1, count)
+def plain_holds(how, places):
+    """Boolean [cells, patches]: the patches, at these places, that the cells of all levels hold."""
+    rows, columns = places // how.grid[1], places % how.grid[1]
+    levels = []
+    for height, width in how.cells:
+        across = -(-how.grid[1] // width)
+        number = rows // height * across + columns // width
+        count = -(-how.grid[0] // height) * across
+        levels.append(number[None] == torch.arange(count)[:, None])
+    return torch.cat(levels)
 
 
-@pytest.mark.parametrize(
-    ("grid", "cell", "prefix", "tile"),
-    [
-        ((6, 5), (2, 2), 1, None),
-        ((6, 6), (2, 2), 0, None),
-        ((7, 5), (3, 2), 3, None),
-        ((6, 6), (2, 2), 1, (4, 4)),
-        ((5, 7), (2, 2), 2, (2, 3)),
-        ((4, 4), (1, 1), 1, (2, 2)),
-        ((3, 9), (3, 3), 1, None),
-    ],
-)
-@pytest.mark.parametrize("backend", BACKENDS)
+def plain_mask(q, k, v, how, places=None):
+    """The rule in words, in float64, group by group.
+
+    Returns boolean [batch, heads, patches, n + cells], what each query attends to, and `plain_holds` of each image.
+    """
+    prefix, patches = how.num_prefix, q.shape[2] - how.num_prefix
+    places = torch.arange(patches).expand(len(q), -1) if places is None else places
+    groups = query_groups(how.grid, 0, how.tile, torch.device("cpu"))
+    counts = [math.prod(-(-side // part) for side, part in zip(how.grid, cell, strict=True)) for cell in how.cells]
+    starts = list(itertools.accumulate(counts, initial=0))
+    masks, all_holds = torch.zeros(*q.shape[:2], patches, q.shape[2] + starts[-1], dtype=torch.bool), []
+    scale, opened = q.shape[-1] ** -0.5, how.levels().opened
+    for image, head in itertools.product(range(len(q)), range(q.shape[1])):
+        holds = plain_holds(how, places[image])
+        if head == 0:
+            all_holds.append(holds)
+        queries, keys, values = (x[image, head, prefix:].double() for x in (q, k, v))
+        for group in groups:
+            members = [i for i in range(patches) if int(places[image, i]) in group.tolist()]
+            if not members:
+                continue
+            query = queries[members].mean(0)
+            sizes = holds.sum(1)
+            logits = torch.stack([query @ keys[hold].mean(0) * scale for hold in holds])  # NaN where empty
+            whole = [query @ key.double() * scale for key in k[image, head, :prefix]]
+            whole += [logits[c] + sizes[c].log() for c in range(starts[1]) if sizes[c]]
+            total = torch.logsumexp(torch.stack(whole), 0)
+            candidates, chosen, standing = range(starts[-2], starts[-1]), [], []
+            for level in reversed(range(len(how.cells))):
+                scores = {}
+                for cell in candidates:
+                    hold = holds[cell]
+                    if not hold.any():
+                        continue
+                    spread = [
+                        (x[hold] - x[hold].mean(0)).square().sum(1).mean().clamp(min=1e-30) for x in (keys, values)
+                    ]
+                    error = float(logits[cell] + sizes[cell].log() + (spread[0] * spread[1]).log() / 2)
+                    scores[cell] = math.inf if hold[members].any() else error
+                order = sorted(scores, key=lambda c: (-scores[c], c))
+                chosen = order[: opened[level]]
+                if how.tolerance:
+                    chosen = [c for c in chosen if scores[c] >= float(total) + math.log(how.tolerance)]
+                standing += [c for c in order if c not in chosen]
+                if level:
+                    finer = range(starts[level - 1], starts[level])
+                    inside = {
+                        c: [f for f in finer if holds[f].any() and bool(holds[c][holds[f]].all())] for c in chosen
+                    }
+                    candidates = [f for c in chosen for f in inside[c]]
+            row = torch.zeros(masks.shape[-1], dtype=torch.bool)
+            row[:prefix] = True
+            for cell in chosen:
+                row[prefix:][:patches] |= holds[cell]
+            if how.closed:
+                row[[q.shape[2] + cell for cell in standing]] = True
+            masks[image, head, members] = row
+    return masks, torch.stack(all_holds)
+
+
+def mask_of(opened, n):
+    return opened.lists.mask(torch.arange(opened.lists.num_prefix, n))
+
+
+CASES = [
+    ((6, 5), ONE, 1, None, 0.0),
+    ((6, 6), ONE, 0, None, 0.3),
+    ((7, 5), ((3, 2),), 3, None, 0.0),
+    ((6, 6), ONE, 1, (4, 4), 0.0),
+    ((5, 7), ONE, 2, (2, 3), 0.2),
+    ((4, 4), ((1, 1),), 1, (2, 2), 0.0),
+    ((3, 9), ((3, 3),), 1, None, 0.0),
+    ((8, 8), TWO, 1, None, 0.0),
+    ((8, 8), TWO, 1, (4, 4), 0.3),
+    ((9, 7), TWO, 2, (3, 3), 0.0),
+    ((8, 9), THREE, 0, (2, 2), 0.0),
+    ((7, 8), THREE, 1, None, 0.2),
+]
+
+
+@pytest.mark.parametrize(("grid", "levels", "prefix", "tile", "tolerance"), CASES)
 @pytest.mark.parametrize("closed", [True, False])
-def test_every_row_and_gradient(grid, cell, prefix, tile, backend, closed):
-    budget = max(cell[0] * cell[1], grid[0] * grid[1] // 2)
-    results = {}
-    for name, dtype in (("reference", torch.float64), (backend, torch.float32)):
-        q, k, v = (x.requires_grad_() for x in inputs(grid, prefix, dtype=dtype))
-        opened = cells.connect(
-            q, k, v, budget=budget, grid=grid, cell=cell, num_prefix=prefix, tile=tile, closed=closed
-        )
-        if name == "reference":
-            mask = opened_mask(opened)
-            scale = q.shape[-1] ** -0.5
-            exact = reference.full_attention(q[:, :, :prefix], k, scale) @ v
-            of = opened.cells.of.expand(len(q), -1)
-            rows = reference.cell_attention(q[:, :, prefix:], k, v, mask, of, scale, closed)
-            out = torch.cat([exact, rows], 2)
-        else:
-            assert torch.equal(opened_mask(opened), mask)  # no near ties in these inputs
-            out = cells.cell_attention(q, k, v, opened, backend=backend)
-        direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-        results[name] = [out, *torch.autograd.grad(out, (q, k, v), direction)]
-    for ours, theirs in zip(results[backend], results["reference"], strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=2e-4, atol=2e-5)
+def test_every_row_and_gradient(grid, levels, prefix, tile, tolerance, closed):
+    """Lists, outputs and gradients of every backend, and what the fused kernel does in one call."""
+    budget = max(math.prod(levels[0]), grid[0] * grid[1] // 3)
+    how = opening(grid, budget, cells=levels, num_prefix=prefix, tile=tile, tolerance=tolerance, closed=closed)
+    q, k, v = (x.requires_grad_() for x in inputs(grid, prefix, dtype=torch.float64))
+    with torch.no_grad():
+        mask, holds = plain_mask(q, k, v, how)
+    scale = q.shape[-1] ** -0.5
+    exact = reference.full_attention(q[:, :, :prefix], k, scale) @ v
+    expected = torch.cat([exact, reference.cell_attention(q[:, :, prefix:], k, v, mask, holds, scale)], 2)
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = [expected, *torch.autograd.grad(expected, (q, k, v), direction)]
+    for backend in BACKENDS:
+        q, k, v = (x.requires_grad_() for x in inputs(grid, prefix))
+        opened = cells.connect(q, k, v, how, backend=backend)
+        assert torch.equal(mask_of(opened, q.shape[2]), mask), backend  # no near ties in these inputs
+        assert int(opened.lists.counts.max()) <= how.levels().longest
+        out = cells.cell_attention(q, k, v, opened, backend=backend)
+        for ours, theirs in zip([out, *torch.autograd.grad(out, (q, k, v), direction.float())], wanted, strict=True):
+            torch.testing.assert_close(ours.double(), theirs, rtol=2e-4, atol=2e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(cells.fused(q, k, v, how).double(), wanted[0], rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("grid", "cell", "tile"), [((6, 5), (2, 2), None), ((6, 6), (2, 2), (4, 4)), ((7, 5), (3, 2), None)]
-)
-def test_cells_are_opened_by_what_it_mends(grid, cell, tile):
-    q, k, v = inputs(grid, dtype=torch.float64)
-    opened = cells.connect(q, k, v, budget=16, grid=grid, cell=cell, tile=tile)
-    found, about = opened_mask(opened), opened.cells
-    count = max(16 // (cell[0] * cell[1]), int(about.own.sum(1).max()))
-    own = torch.zeros(grid[0] * grid[1], about.count, dtype=torch.bool)
-    queries = q.clone()
-    for group, touched in zip(about.members, about.own, strict=True):
-        members = group[group >= 0]
-        own[members - 1] = touched
-        queries[:, :, members] = q[:, :, members].mean(2, keepdim=True)
-    expected = plain_opening(queries, k, v, about.of[0], own, 1, count, q.shape[-1] ** -0.5)
-    assert torch.equal(found, expected)
-    assert bool((found.sum(-1) == count).all())
+@pytest.mark.parametrize("name", cpu.native().instruction_sets())
+@pytest.mark.parametrize("tile", [None, (4, 4), (8, 8)])
+@pytest.mark.parametrize(("levels", "d"), [(ONE, 64), (TWO, 64), (TWO, 20), (THREE, 80)])
+@torch.no_grad()
+def test_every_instruction_set(name, tile, levels, d):
+    """Large enough for several blocks of queries, with strided inputs; every list and every row."""
+    before = cpu.instruction_set()
+    qkv = torch.randn(2, 226, 3, 3, d, generator=torch.Generator().manual_seed(2)) * 1.5
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    how = opening((15, 15), 50, cells=levels, tile=tile, tolerance=0.01)
+    expected = cells.connect(q, k, v, how, backend="eager")
+    rows = cells.cell_attention(q, k, v, expected, backend="eager")
+    try:
+        cpu.native().use(name)
+        cpu.native().poison_scratch(True)
+        assert torch.equal(cells.connect(q, k, v, how, backend="cpu").lists.indices, expected.lists.indices)
+        for ours in (cells.fused(q, k, v, how), cells.cell_attention(q, k, v, expected, backend="cpu")):
+            torch.testing.assert_close(ours, rows, rtol=1e-4, atol=1e-5)
+    finally:
+        cpu.native().use(before)
+        cpu.native().poison_scratch(False)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_all_cells_opened_is_dense_attention(backend):
+@pytest.mark.parametrize("tile", [None, (4, 4)])
+@pytest.mark.parametrize("levels", [ONE, TWO])
+@torch.no_grad()
+def test_threads_and_batches_change_nothing(tile, levels):
+    q, k, v = inputs((12, 12), heads=3, batch=3, d=64)
+    how = opening((12, 12), 40, cells=levels, tile=tile)
+    alone, before = cells.fused(q[1:2], k[1:2], v[1:2], how), torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(cells.fused(q, k, v, how)[1:2], alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("levels", [ONE, TWO])
+def test_all_cells_opened_is_dense_attention(levels):
     q, k, v = inputs((6, 5), dtype=torch.float32)
-    opened = cells.connect(q, k, v, budget=36, grid=(6, 5), cell=(2, 2))
-    out = cells.cell_attention(q, k, v, opened, backend=backend)
-    torch.testing.assert_close(out, functional.scaled_dot_product_attention(q, k, v), rtol=1e-5, atol=1e-6)
+    how = opening((6, 5), 64, cells=levels)  # cells cut at the border count as whole ones
+    dense = functional.scaled_dot_product_attention(q, k, v)
+    for backend in BACKENDS:
+        opened = cells.connect(q, k, v, how, backend=backend)
+        out = cells.cell_attention(q, k, v, opened, backend=backend)
+        torch.testing.assert_close(out, dense, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(cells.fused(q, k, v, how), dense, rtol=1e-5, atol=1e-6)
 
 
-def test_equal_keys_in_a_cell_cost_nothing():
+@pytest.mark.parametrize("levels", [ONE, TWO])
+def test_equal_keys_in_a_cell_cost_nothing(levels):
     """A cell of equal keys and values stands for them exactly: whatever is opened, the output is dense attention's."""
-    q, k, v = inputs((6, 6), dtype=torch.float64)
+    q, k, v = inputs((8, 8), dtype=torch.float64)
+    side = levels[-1][0]
     for x in (k, v):
-        patches = x[:, :, 1:].unflatten(2, (3, 2, 3, 2))
+        patches = x[:, :, 1:].unflatten(2, (8 // side, side, 8 // side, side))
         x[:, :, 1:] = patches[:, :, :, :1, :, :1].expand_as(patches).flatten(2, 5)
-    opened = cells.connect(q, k, v, budget=4, grid=(6, 6), cell=(2, 2))
+    opened = cells.connect(q, k, v, opening((8, 8), 4, cells=levels))
     out = cells.cell_attention(q, k, v, opened, backend="eager")
     torch.testing.assert_close(out, functional.scaled_dot_product_attention(q, k, v))
 
 
-def test_ties_go_to_the_lower_cell():
-    q, k, v = (torch.ones(1, 1, 17, 4) for _ in range(3))
-    mask = opened_mask(cells.connect(q, k, v, budget=8, grid=(4, 4), cell=(2, 2)))
-    for query in range(16):
-        own = (query // 8) * 2 + query % 4 // 2
-        assert mask[0, 0, query].nonzero().flatten().tolist() == sorted({own, 0 if own else 1})
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ties_go_to_the_lower_cell(backend):
+    q, k, v = (torch.ones(1, 1, 65, 4) for _ in range(3))
+    opened = cells.connect(q, k, v, opening((8, 8), 12, cells=TWO, refine=0.5), backend=backend)
+    mask = mask_of(opened, 65)[0, 0, :, 65:]
+    coarse = mask[:, 16:]  # of the 16 fine and 4 coarse cells those that stand
+    for query in range(64):
+        own = (query // 32) * 2 + query % 8 // 4
+        assert (~coarse[query]).nonzero().flatten().tolist() == sorted({own, 0 if own else 1})
+        fine = query // 16 * 4 + query % 8 // 2
+        there = [c for c in range(16) if not coarse[query, c // 8 * 2 + c % 4 // 2]]
+        opened_cells = set(there) - set(mask[query, :16].nonzero().flatten().tolist())
+        assert opened_cells == {fine, *[c for c in there if c != fine][:2]}
+
+
+def test_what_is_not_a_number_shows():
+    """Without cells that stand for the rest too: a cell that holds it is always opened."""
+    q, k, v = inputs((8, 8), d=64)
+    k[0, 0, 30, 3] = torch.nan
+    for backend, closed in itertools.product(BACKENDS, (True, False)):
+        how = opening((8, 8), 8, closed=closed)
+        out = cells.cell_attention(q, k, v, cells.connect(q, k, v, how, backend=backend), backend=backend)
+        assert bool(out[0, 0].isnan().all())
+        assert bool(out[0, 1].isfinite().all())
+    with torch.no_grad():
+        assert bool(cells.fused(q, k, v, how)[0, 0].isnan().all())
 
 
 @pytest.mark.parametrize("tile", [None, (2, 2), (4, 4)])
-def test_dropped_tokens(tile):
+@pytest.mark.parametrize("levels", [ONE, TWO])
+def test_dropped_tokens(tile, levels):
     """Cells hold what is left of them; a cell that is empty neither is opened nor stands for anything."""
     grid, prefix = (6, 6), 2
-    q, k, v = inputs(grid, prefix, dtype=torch.float64)
+    q, k, v = inputs(grid, prefix)
     kept = torch.stack([torch.tensor([0, 1, 2, 8, 9, 14, 15, 20, 21, 27, 33, 35]), torch.arange(12) * 3])
     positions = torch.cat([torch.arange(prefix).expand(2, -1), kept + prefix], 1)
     q, k, v = (x.gather(2, positions[:, None, :, None].expand(-1, 2, -1, 8)) for x in (q, k, v))
-    opened = cells.connect(q, k, v, budget=8, grid=grid, cell=(2, 2), num_prefix=prefix, tile=tile, positions=positions)
-    mask, of = opened_mask(opened), opened.cells.of
-    assert bool(mask.gather(3, of[:, None, :, None].expand(-1, 2, -1, -1)).all())  # each query's own cell
+    how = opening(grid, 8, num_prefix=prefix, tile=tile, cells=levels)
+    mask, holds = plain_mask(q, k, v, how, kept)
     scale = q.shape[-1] ** -0.5
-    expected = reference.cell_attention(q[:, :, prefix:], k, v, mask, of, scale)
-    for backend in ("eager", "auto"):
-        out = cells.cell_attention(q, k, v, opened, backend=backend)
-        torch.testing.assert_close(out[:, :, prefix:], expected)
-    if tile is not None:  # those of a tile that are left open the same cells
-        tiles = (kept // 6 // tile[0]) * 3 + kept % 6 // tile[1]
-        for image in range(2):
-            for number in tiles[image].unique():
-                together = mask[image][:, tiles[image] == number]
-                assert torch.equal(together, together[:, :1].expand_as(together))
-
-
-def test_bfloat16_is_as_good_as_torchs_own():
-    q, k, v = inputs((8, 8), d=64, dtype=torch.bfloat16)
-    opened = cells.connect(q, k, v, budget=16, grid=(8, 8), cell=(2, 2))
-    of = opened.cells.of.expand(2, -1)
     wide = [x.double() for x in (q, k, v)]
-    expected = reference.cell_attention(wide[0][:, :, 1:], wide[1], wide[2], opened_mask(opened), of, 0.125)
+    expected = reference.cell_attention(wide[0][:, :, prefix:], wide[1], wide[2], mask, holds, scale)
+    for backend in ("eager", "auto"):
+        opened = cells.connect(q, k, v, how, positions=positions, backend=backend)
+        assert torch.equal(mask_of(opened, q.shape[2]), mask)
+        out = cells.cell_attention(q, k, v, opened, backend=backend)
+        torch.testing.assert_close(out[:, :, prefix:].double(), expected, rtol=1e-4, atol=1e-5)
+    out = cells.fused(q, k, v, how, positions=positions)
+    torch.testing.assert_close(out[:, :, prefix:].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tile", [None, (4, 4)])
+def test_bfloat16_is_as_good_as_torchs_own(tile):
+    q, k, v = inputs((8, 8), d=64, dtype=torch.bfloat16)
+    how = opening((8, 8), 16, tile=tile)
+    wide = [x.double() for x in (q, k, v)]
+    mask, holds = plain_mask(q, k, v, how)
+    expected = reference.cell_attention(wide[0][:, :, 1:], wide[1], wide[2], mask, holds, 0.125)
     dense = functional.scaled_dot_product_attention(q, k, v).double()
     allowed = (dense - functional.scaled_dot_product_attention(*wide)).abs().max()
+    with torch.no_grad():
+        assert (cells.fused(q, k, v, how)[:, :, 1:].double() - expected).abs().max() < 2 * allowed
     for backend in BACKENDS:
+        opened = cells.connect(q, k, v, how, backend=backend)
+        assert torch.equal(mask_of(opened, 65), mask)
         out = cells.cell_attention(q, k, v, opened, backend=backend)[:, :, 1:].double()
         assert (out - expected).abs().max() < 3 * allowed  # mean keys and values are rounded too
 
 
-def test_fresh_memory_is_not_read():
-    q, k, v = inputs((6, 5))
-    opened = cells.connect(q, k, v, budget=8, grid=(6, 5), cell=(2, 2))
-    expected = cells.cell_attention(q, k, v, opened, backend="cpu")
-    cpu.native().poison_scratch(True)
-    try:
-        assert torch.equal(cells.cell_attention(q, k, v, opened, backend="cpu"), expected)
-    finally:
-        cpu.native().poison_scratch(False)
+def test_compiles_as_one_graph():
+    q, k, v = inputs((8, 8), d=16)
+    how = opening((8, 8), 16, cells=TWO, tile=(4, 4))
+
+    def run(q, k, v):
+        return cells.cell_attention(q, k, v, cells.connect(q, k, v, how)), cells.fused(q, k, v, how)
+
+    with torch.no_grad():
+        for ours, theirs in zip(torch.compile(run, fullgraph=True)(q, k, v), run(q, k, v), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_operators_keep_torchs_contract():
+    q, k, v = inputs((4, 4), d=4)
+    levels = opening((4, 4), 8, cells=TWO).levels()
+    cut = cells.cut_cells((4, 4), TWO, 1, q.device)
+    about = (q, k, v, cut.of, cut.parent, cut.starts, levels.opened, query_groups((4, 4), 1, (2, 2), q.device), None)
+    for operator in (torch.ops.sparsifiner.open_cells, torch.ops.sparsifiner.cpu_open_cells):
+        torch.library.opcheck(operator, (*about, 1, 0.5, 0.0, True, levels.longest))
+    torch.library.opcheck(torch.ops.sparsifiner.fused_cells, (*about, 1, 0.5, 0.0, True))
+    opened = cells.connect(q, k, v, opening((4, 4), 8)).lists
+    q, k, v = (x.requires_grad_() for x in (q, torch.cat([k, k[:, :, :4]], 2), torch.cat([v, v[:, :, :4]], 2)))
+    none = torch.empty(2, 2, 16, 0), torch.empty(2, 0, 21)
+    arguments = (q, k, v, opened.indices, opened.members, *none, torch.rand(1, 21), 0.5, 1, False)
+    for operator in (torch.ops.sparsifiner.attend, torch.ops.sparsifiner.cpu_attend):
+        torch.library.opcheck(operator, arguments)
+
+
+def test_torch_func():
+    q, k, v = inputs((6, 6))
+    how = opening((6, 6), 8)
+
+    def loss(q, k, v):
+        return cells.cell_attention(q, k, v, cells.connect(q, k, v, how)).square().sum()
+
+    expected = torch.autograd.grad(loss(*(x.requires_grad_() for x in (q, k, v))), (q, k, v))
+    q, k, v = (x.detach() for x in (q, k, v))
+    for ours, theirs in zip(torch.func.grad(loss, (0, 1, 2))(q, k, v), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    each = torch.vmap(torch.func.grad(loss))(*(x[:, None] for x in (q, k, v)))
+    torch.testing.assert_close(each.squeeze(1), expected[0], rtol=1e-4, atol=1e-5)
 
 
 def test_bad_input():
     q, k, v = inputs((6, 5))
     with pytest.raises(ConfigError, match="cells of 8 x 2 patches are larger than the grid of 6 x 5"):
-        cells.connect(q, k, v, budget=16, grid=(6, 5), cell=(8, 2))
+        cells.connect(q, k, v, opening(cells=((8, 2),)))
     with pytest.raises(ConfigError, match="a budget of 3 keys is less than one cell of 2 x 2 patches: raise keep"):
-        cells.connect(q, k, v, budget=3, grid=(6, 5), cell=(2, 2))
-    for nonsense in ((2,), "22", (0, 2), 4, None, (2, 2, 2)):
-        with pytest.raises(ConfigError, match="cell must be"):
-            sp.SparseConfig(0.5, pattern="cells", cell=nonsense)
+        cells.connect(q, k, v, opening(budget=3))
+    with pytest.raises(BackendError, match="queries, keys and values differ"):
+        cells.fused(q, k[:, :, 1:], v, opening())
+    of, parent = torch.zeros(1, 30, dtype=torch.int32), torch.full((9,), -1)
+    members = torch.arange(1, 31)[:, None]
+    for wrong in ((of + 9, parent, [0, 9], [4]), (of, parent, [0, 8], [4]), (of, parent, [0, 4, 9], [4, 2])):
+        with pytest.raises(BackendError, match="do not belong together"):
+            cpu.fused_cells(q, k, v, *wrong, members, None, 1, 0.3, 0.0, True)
+    for nonsense in ((), ((2,),), "22", ((0, 2),), 4, None, (2, 2), ((2, 2, 2),)):
+        with pytest.raises(ConfigError, match=r"cells? must "):
+            sp.SparseConfig(0.5, pattern="cells", cells=nonsense)
+    for levels in (((2, 2), (3, 3)), ((4, 4), (2, 2)), ((2, 2), (2, 2)), ((2, 2), (4, 3))):
+        with pytest.raises(ConfigError, match="do not hold whole cells of"):
+            sp.SparseConfig(0.5, pattern="cells", cells=levels)
+    with pytest.raises(ConfigError, match="refine must be a share of the coarser cells"):
+        sp.SparseConfig(0.5, refine=0.0)
+    with pytest.raises(ConfigError, match="tolerance must be a number of at least 0"):
+        sp.SparseConfig(0.5, tolerance=-0.1)
 
 
 class TestModels:
@@ -196,7 +355,9 @@ class TestModels:
     def student(self):
         return sp.sparsify(make_vit(), self.CONFIG)
 
-    @pytest.mark.parametrize("changes", [{}, {"tile": (2, 2)}, {"residual": False}, {"cell": (1, 2)}], ids=str)
+    @pytest.mark.parametrize(
+        "changes", [{}, {"tile": (2, 2)}, {"residual": False}, {"cells": ((1, 2), (5, 4))}], ids=str
+    )
     @torch.no_grad()
     def test_backends_agree_and_files_come_back(self, photos, changes, tmp_path):
         student = sp.sparsify(make_vit(), self.CONFIG.replace(**changes))

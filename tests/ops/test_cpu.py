@@ -510,7 +510,9 @@ def test_operators_keep_torchs_contract():
     torch.library.opcheck(torch.ops.sparsifiner.cpu_select, (a_down, w_up.detach(), members, 3, 0.05, 0.01, 1))
     indices, _ = cpu.select(a_down, w_up.detach(), members, 3, 0.05, 0.01, 1)
     a_down.requires_grad_()
-    torch.library.opcheck(torch.ops.sparsifiner.cpu_attend, (q, k, v, indices, members, a_down, w_up, 0.5, 1, True))
+    torch.library.opcheck(
+        torch.ops.sparsifiner.cpu_attend, (q, k, v, indices, members, a_down, w_up, None, 0.5, 1, True)
+    )
     packed = cpu.pack(torch.rand(2, 3, 10), w_up.detach(), 0.01)
     plain = (x.detach() for x in (q, k, v))
     arguments = (*plain, *packed.tensors(), members.int(), None, 3, 0.05, 0.5, 1, True, False)

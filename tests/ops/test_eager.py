@@ -219,7 +219,7 @@ def test_operators_keep_torchs_contract():
     torch.library.opcheck(torch.ops.sparsifiner.select, (a_down, w_up.detach(), members, 3, 0.05, 0.01, 1))
     indices, _ = eager.select(a_down, w_up.detach(), members, 3, 0.05, 0.01, 1)
     a_down.requires_grad_()
-    arguments = (q, k, v, indices, members, a_down, w_up, 0.5, 1, True)
+    arguments = (q, k, v, indices, members, a_down, w_up, None, 0.5, 1, True)
     torch.library.opcheck(torch.ops.sparsifiner.attend, arguments)
 
 

@@ -90,6 +90,7 @@ void backward_row(const ListedHead& x, int64_t length, const float* grad, float 
         const int32_t* list = x.list + start;
         float *p = weight + start, *dw = slope + start;
         gather_dots<V>(x.queries, vectors, x.keys, list, 0, here, kEverywhere, p);
+        add_bias(x.bias, list, here, p);
         gather_dots<V>(grad, vectors, x.values, list, 0, here, kEverywhere, dw);
         for (int64_t i = 0; i < here; i += kLanes) {
             const Vec term = exp_nonpositive(load(p + i) - normaliser);
@@ -107,6 +108,7 @@ void backward_row_with_residual(const ListedHead& x, int64_t length, const float
     const Estimate& of = *x.masses;
     float* estimates = x.estimates;
     gather_dots<V>(x.queries, vectors, x.keys, x.list, 0, length, kEverywhere, weight);
+    add_bias(x.bias, x.list, length, weight);
     gather_dots<V>(grad, vectors, x.values, x.list, 0, length, kEverywhere, slope);
     gather_dots<0>(of.coefficients, of.vectors, of.basis, x.list, 0, length, kEverywhere, estimates);
     for (int64_t i = length; i < whole; ++i) {
@@ -165,7 +167,8 @@ inline void backward_tile(const Attend& f, const ListedHead& x, int64_t first, i
     const int32_t* tokens = x.tokens + first;
     const Estimate* estimates_of = f.shape.landmarks ? x.masses + first : nullptr;
     TileFacts facts;
-    weigh_tile(queries, tokens, members, x.keys, width, x.list, length, f.adds_self, estimates_of, x.tile, facts);
+    weigh_tile(queries, tokens, members, x.keys, width, x.list, length, f.adds_self, estimates_of, x.tile, facts,
+               x.bias);
     float* weights = x.tile.weights;
     scatter_tile(weights, lanes, grad, members, width, x.list, length, tokens, facts.absent, to.values);
     transpose_into_lanes(grad, members, width, lanes, x.tile.queries);
@@ -245,11 +248,11 @@ Status backward_queries(const Backward& call, ListedHead x, const HeadPart& at, 
     const Attend& f = call.forward;
     const Shape& s = f.shape;
     const int64_t vectors = x.width / kLanes, longest = f.list_width < 1 ? 1 : f.list_width;
-    int64_t block = 16 * s.tokens / longest;
+    int64_t block = 16 * f.keys / longest;
     block = block < 64 ? 64 : block > kMostQueries ? kMostQueries : block;
     float* queries = take<float>(kQueries, block * x.width);
     float* grads = take<float>(kGrad, block * x.width);
-    Connections c = take_connections(block * longest, s.tokens);
+    Connections c = take_connections(block * longest, f.keys);
     const float* normaliser = f.normaliser + at.unit * s.tokens;
     int64_t lengths[kMostQueries];
     for (int64_t start = at.first; start < at.last; start += block) {
@@ -284,8 +287,8 @@ Status backward_queries(const Backward& call, ListedHead x, const HeadPart& at, 
             c.count += length;
             store_query_grads(call, x, at, 1, to);
         }
-        sort_by_key(c, lengths, here, s.tokens);
-        for (int64_t t = 0; t < s.tokens; ++t) {
+        sort_by_key(c, lengths, here, f.keys);
+        for (int64_t t = 0; t < f.keys; ++t) {
             const int64_t from = c.start[t], count = c.start[t + 1] - from;
             if (!count) continue;
             gather_sum<V>(c.weight_by_key + from, vectors, grads, c.query + from, 0, count, kEverywhere, to.values + t * x.width);
@@ -325,7 +328,7 @@ Status backward_head(const Backward& call, int64_t b, int64_t h, int64_t part) {
     const Attend& f = call.forward;
     const Shape& s = f.shape;
     const ListedHead x = listed_head(f, b, h);
-    const int64_t unit = b * s.heads + h, slice = unit * call.parts + part, n = s.tokens;
+    const int64_t unit = b * s.heads + h, slice = unit * call.parts + part, n = f.keys;
     const HeadPart at{b, h, unit, slice, f.groups.count * part / call.parts, f.groups.count * (part + 1) / call.parts};
     const Gradients to{take<float>(kQueryGrad, f.groups.size * x.width),
                        take<float>(kCoefficientsGrad, f.groups.size * x.padded),

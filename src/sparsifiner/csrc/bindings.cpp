@@ -71,14 +71,20 @@ NB_MODULE(_native, m) {
     nb::class_<Groups>(m, "Groups").def("__init__", [](Groups* self, uintptr_t members, int64_t count, int64_t size) {
         new (self) Groups{at<int32_t>(members), count, size};
     });
+    nb::class_<Cells>(m, "Cells")
+        .def("__init__", [](Cells* self, uintptr_t of, int64_t of_image, uintptr_t parent, uintptr_t starts, uintptr_t opened,
+                            int64_t levels, int64_t count, bool closed) {
+            new (self) Cells{at<int32_t>(of), of_image, at<int32_t>(parent), at<int32_t>(starts), at<int32_t>(opened), levels,
+                             count, closed};
+        });
     nb::class_<Attend>(m, "Attend")
         .def("__init__", [](Attend* self, nb::tuple sizes, nb::tuple q, nb::tuple k, nb::tuple v, nb::tuple out,
                             uintptr_t coefficients, uintptr_t up, uintptr_t row_sums, int64_t padded, const Groups& groups,
-                            uintptr_t lists, int64_t list_width, bool adds_self, float scale, uintptr_t normaliser,
-                            int threads) {
+                            uintptr_t lists, int64_t list_width, bool adds_self, int64_t keys, uintptr_t bias,
+                            int64_t bias_image, float scale, uintptr_t normaliser, int threads) {
             new (self) Attend{shape(sizes), tokens(q), tokens(k), tokens(v), tokens(out), at<float>(coefficients),
                               at<float>(up), at<float>(row_sums), padded, groups, at<int32_t>(lists), list_width, adds_self,
-                              scale, at<float>(normaliser), threads};
+                              keys, at<float>(bias), bias_image, scale, at<float>(normaliser), threads};
         });
 
     m.def("fused", [](nb::tuple sizes, nb::tuple q, nb::tuple k, nb::tuple v, nb::tuple out, const Weights& weights,
@@ -90,6 +96,19 @@ NB_MODULE(_native, m) {
         {
             nb::gil_scoped_release release;
             status = chosen->fused(call);
+        }
+        check(status);
+    });
+    m.def("open_cells", [](nb::tuple sizes, nb::tuple q, nb::tuple k, nb::tuple v, nb::tuple out, const Cells& cells,
+                           const Groups& groups, uintptr_t positions, int64_t known, float scale, float tolerance,
+                           uintptr_t lists, uintptr_t counts, int64_t list_width, int threads) {
+        const OpenCells call{shape(sizes), tokens(q), tokens(k), tokens(v), tokens(out), cells, groups,
+                             at<int32_t>(positions), known, scale, tolerance, at<int32_t>(lists), at<int32_t>(counts),
+                             list_width, threads};
+        Status status;
+        {
+            nb::gil_scoped_release release;
+            status = chosen->open_cells(call);
         }
         check(status);
     });

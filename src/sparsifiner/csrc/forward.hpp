@@ -39,6 +39,15 @@ Status for_heads(const Shape& shape, int threads, int64_t parts, Work work) {
     return (Status)failure;
 }
 
+// Where tokens have been dropped: the token at each of so many positions, or -1.
+inline const int32_t* inverse_of(const int32_t* positions, int64_t tokens, int64_t known) {
+    if (!positions) return nullptr;
+    int32_t* inverse = take<int32_t>(kInverse, known);
+    for (int64_t p = 0; p < known; ++p) inverse[p] = -1;
+    for (int64_t t = 0; t < tokens; ++t) inverse[positions[t]] = (int32_t)t;
+    return inverse;
+}
+
 // The tokens of a group that are there, as indices into the sample; returns how many.
 SPARSIFINER_INLINE int64_t present(const Groups& groups, int64_t group, const int32_t* inverse, int32_t* tokens) {
     int64_t count = 0;
@@ -52,8 +61,8 @@ SPARSIFINER_INLINE int64_t present(const Groups& groups, int64_t group, const in
 }
 
 // Dense attention of the prefix queries.
-template <int V, bool Narrow>
-void attend_prefix(const Fused& f, int64_t b, int64_t h, const float* keys, const float* values, int64_t width) {
+template <int V, bool Narrow, class Call>
+void attend_prefix(const Call& f, int64_t b, int64_t h, const float* keys, const float* values, int64_t width) {
     const int64_t n = f.shape.tokens, room = round_up(n, kLanes) + kLanes;
     int32_t* every = take<int32_t>(kEvery, room);
     for (int64_t t = 0; t < room; ++t) every[t] = t < n ? (int32_t)t : 0;
@@ -76,12 +85,7 @@ Status fused_head(const Fused& f, int64_t b, int64_t h, int64_t part, int64_t pa
     const int64_t n = s.tokens, width = round_up(s.head_dim, Narrow ? 2 * kLanes : kLanes), vectors = width / kLanes;
     const int64_t padded = f.weights.padded_landmarks;
     const int32_t* positions = f.positions ? f.positions + b * n : nullptr;
-    int32_t* inverse = nullptr;
-    if (positions) {
-        inverse = take<int32_t>(kInverse, f.weights.positions);
-        for (int64_t p = 0; p < f.weights.positions; ++p) inverse[p] = -1;
-        for (int64_t t = 0; t < n; ++t) inverse[positions[t]] = (int32_t)t;
-    }
+    const int32_t* inverse = inverse_of(positions, n, f.weights.positions);
     float* whole_keys = pack(kKeys, f.k, b, h, n, s.head_dim, width);
     float* whole_values = pack(kValues, f.v, b, h, n, s.head_dim, width);
     const HeadWeights head = head_weights(f.weights, h, s.landmarks, n, positions);
@@ -289,7 +293,7 @@ SPARSIFINER_INLINE bool read_list(const int32_t* from, int64_t width, int64_t to
 
 // What attention over given lists needs of a head, in the forward and in the backward.
 struct ListedHead {
-    const float *keys, *values, *up, *row_sums;
+    const float *keys, *values, *up, *row_sums, *bias;
     int64_t width, padded;
     int32_t *tokens, *list;
     float *queries, *coefficients, *out, *weights, *estimates;
@@ -302,8 +306,9 @@ inline ListedHead listed_head(const Attend& f, int64_t b, int64_t h) {
     ListedHead x{};
     x.width = round_up(s.head_dim, kLanes);
     x.padded = f.padded_landmarks;
-    x.keys = pack(kKeys, f.k, b, h, s.tokens, s.head_dim, x.width);
-    x.values = pack(kValues, f.v, b, h, s.tokens, s.head_dim, x.width);
+    x.keys = pack(kKeys, f.k, b, h, f.keys, s.head_dim, x.width);
+    x.values = pack(kValues, f.v, b, h, f.keys, s.head_dim, x.width);
+    x.bias = f.bias ? f.bias + b * f.bias_image : nullptr;
     x.up = f.up + h * s.tokens * x.padded;
     x.row_sums = f.row_sums + h * x.padded;
     const int64_t rows = f.groups.size, room = round_up(f.list_width, kLanes) + 2 * kLanes;
@@ -320,12 +325,18 @@ inline ListedHead listed_head(const Attend& f, int64_t b, int64_t h) {
     return x;
 }
 
+// Adds the bias of each key of a list to its logit.
+SPARSIFINER_INLINE void add_bias(const float* bias, const int32_t* list, int64_t count, float* logits) {
+    if (!bias) return;
+    for (int64_t i = 0; i < count; ++i) logits[i] += bias[list[i]];
+}
+
 // Loads the queries and coefficients of a group and its list; returns how many queries, or -1 for a bad list.
 inline int64_t load_group(const Attend& f, const ListedHead& x, int64_t b, int64_t h, int64_t g, int64_t* length) {
     const Shape& s = f.shape;
     const int64_t unit = b * s.heads + h;
     const int64_t count = present(f.groups, g, nullptr, x.tokens);
-    if (!read_list(f.lists + (unit * f.groups.count + g) * f.list_width, f.list_width, s.tokens, x.list, length)) return -1;
+    if (!read_list(f.lists + (unit * f.groups.count + g) * f.list_width, f.list_width, f.keys, x.list, length)) return -1;
     for (int64_t t = 0; t < count; ++t) {
         load_row(f.q, b, h, x.tokens[t], s.head_dim, x.width, f.scale, x.queries + t * x.width);
         if (!s.landmarks) continue;
@@ -352,6 +363,7 @@ Status attend_head(const Attend& f, int64_t b, int64_t h, int64_t part, int64_t 
         if (f.groups.size == 1 && !f.adds_self) {
             for (int64_t t = 0; t < count; ++t) {
                 gather_dots<V>(x.queries, vectors, x.keys, x.list, 0, length, kEverywhere, x.weights);
+                add_bias(x.bias, x.list, length, x.weights);
                 if (s.landmarks)
                     gather_dots<0>(x.coefficients, x.padded / kLanes, x.up, x.list, 0, length, kEverywhere, x.estimates);
                 const SoftmaxFacts facts = weigh_row(x.weights, length, s.landmarks ? x.masses : nullptr, x.estimates);
@@ -363,7 +375,7 @@ Status attend_head(const Attend& f, int64_t b, int64_t h, int64_t part, int64_t 
                 const int64_t here = count - t < kTileLanes ? count - t : kTileLanes;
                 TileFacts about;
                 weigh_tile(x.queries + t * x.width, x.tokens + t, here, x.keys, x.width, x.list, length, f.adds_self,
-                           s.landmarks ? x.masses + t : nullptr, x.tile, about);
+                           s.landmarks ? x.masses + t : nullptr, x.tile, about, x.bias);
                 sum_tile(x.tile.weights, x.tokens + t, here, x.values, x.width, x.list, length, about.absent,
                          x.out + t * x.width);
                 for (int64_t i = 0; i < here; ++i)

@@ -2,6 +2,7 @@
 #include "kernels.h"
 
 #include "backward.hpp"
+#include "cells.hpp"
 #include "forward.hpp"
 
 #define SPARSIFINER_JOIN(a, b) a##b
@@ -12,8 +13,10 @@
 namespace sparsifiner {
 
 const Kernels& SPARSIFINER_TABLE(SPARSIFINER_ISA)() {
-    static const Kernels table = {SPARSIFINER_NAME(SPARSIFINER_ISA), SPARSIFINER_ISA::kLanes,  SPARSIFINER_ISA::fused,
-                                  SPARSIFINER_ISA::select,           SPARSIFINER_ISA::attend, SPARSIFINER_ISA::backward};
+    static const Kernels table = {SPARSIFINER_NAME(SPARSIFINER_ISA), SPARSIFINER_ISA::kLanes,
+                                  SPARSIFINER_ISA::fused,            SPARSIFINER_ISA::open_cells,
+                                  SPARSIFINER_ISA::select,           SPARSIFINER_ISA::attend,
+                                  SPARSIFINER_ISA::backward};
     return table;
 }
 

@@ -53,6 +53,33 @@ struct Fused {
     int threads;
 };
 
+// Cells of a grid at several levels, numbered through, finest level first.
+struct Cells {
+    const int32_t* of;      // [images, tokens - prefix]: the finest cell of each patch
+    int64_t of_image;       // 0 where all images have the same
+    const int32_t* parent;  // [count]: the coarser cell that holds each; -1 at the coarsest level
+    const int32_t* starts;  // [levels + 1]: where each level's cells begin
+    const int32_t* opened;  // [levels]: how many cells are opened at each
+    int64_t levels, count;
+    bool closed;  // cells that are not opened stand for their keys
+};
+
+// Attention at several resolutions: `out` for inference, or `lists` of keys and cells for training.
+struct OpenCells {
+    Shape shape;  // landmarks 0
+    Tokens q, k, v, out;
+    Cells cells;
+    Groups groups;
+    const int32_t* positions;  // [batch, tokens]: the original position of each token, or null
+    int64_t known;             // how many positions there are
+    float scale;
+    float tolerance;  // only cells whose estimated error is larger are opened; 0 for all that `opened` allows
+    int32_t* lists;   // [batch, heads, groups, list_width], or null
+    int32_t* counts;  // [batch, heads, groups]
+    int64_t list_width;
+    int threads;
+};
+
 struct Select {
     Shape shape;
     const float* coefficients;  // [batch, heads, tokens - prefix, landmarks]
@@ -77,6 +104,9 @@ struct Attend {
     const int32_t* lists;
     int64_t list_width;
     bool adds_self;
+    int64_t keys;         // rows of k and v: the tokens, and whatever else lists name
+    const float* bias;    // [images, keys], added to the logits; or null
+    int64_t bias_image;   // 0 where all images have the same
     float scale;
     float* normaliser;  // [batch, heads, tokens]: log of the softmax's denominator, kept for the backward
     int threads;
@@ -89,7 +119,7 @@ struct Backward {
     Tokens grad;  // of out
     int64_t parts;
     float* q_grad;             // [batch, heads, tokens, head_dim]; queries belong to one part each
-    float* k_grad;             // [batch, heads, parts, tokens, head_dim]
+    float* k_grad;             // [batch, heads, parts, keys, head_dim]
     float* v_grad;             // the same
     float* coefficients_grad;  // as coefficients
     float* up_grad;            // [batch, heads, parts, tokens, padded_landmarks]
@@ -103,6 +133,7 @@ struct Kernels {
     const char* name;
     int lanes;
     Status (*fused)(const Fused&);
+    Status (*open_cells)(const OpenCells&);
     Status (*select)(const Select&);
     Status (*attend)(const Attend&);
     Status (*backward)(const Backward&);
@@ -112,7 +143,9 @@ const Kernels& baseline_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 
-// Memory of the calling thread that is kept from call to call: `slot` names it, 64-byte aligned. Throws bad_alloc.
+constexpr int kSlots = 56;
+
+// Memory of the calling thread that is kept from call to call: `slot`, below kSlots, names it, 64-byte aligned. Throws bad_alloc.
 void* scratch(int slot, size_t bytes);
 void release_scratch();      // gives back what is large
 void poison_scratch(bool);   // tests: fill with NaN whatever is handed out

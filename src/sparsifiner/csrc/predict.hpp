@@ -17,8 +17,9 @@ enum Slot {
     kTileCoefficients, kTileEstimates, kGradRows, kKeysGrad, kValuesGrad, kPicked, kEvery, kWeightGrad,
     kGrad, kQueryGrad, kCoefficientsGrad, kScoreKeys, kGuesses, kNarrowKeys,
     kNarrowValues, kConnectionKey, kConnectionWeight, kConnectionSlope, kKeyStart, kConnectionQuery, kWeightByKey,
-    kSlopeByKey,
+    kSlopeByKey, kCellStart, kCellChild, kRowToken, kMeans, kCellFacts, kCandidates, kOpened, kStanding, kMarks, kSlotsNamed,
 };
+static_assert(kSlotsNamed <= kSlots);
 
 template <class T>
 SPARSIFINER_INLINE T* take(Slot slot, int64_t count) {

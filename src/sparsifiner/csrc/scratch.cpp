@@ -7,7 +7,6 @@
 namespace sparsifiner {
 namespace {
 
-constexpr int kSlots = 48;  // at least as many as predict.hpp names
 constexpr size_t kKeep = size_t{8} << 20;  // larger slots are given back after a call
 
 struct Buffers {

@@ -39,7 +39,8 @@ SPARSIFINER_INLINE float dot(const float* a, const float* b, int64_t width) {
 }
 
 // The weights [list + 1, lanes] of the values: row `count` is each query's own key where the list lacks it (`absent`
-// has a bit per query), and -inf, so weight zero, elsewhere. Estimates are kept for the backward.
+// has a bit per query), and -inf, so weight zero, elsewhere. Estimates are kept for the backward. `bias`, if there is one,
+// is added to the logits of the list's rows.
 // `highest` and `sum` [lanes] describe the softmax.
 struct TileFacts {
     alignas(64) float highest[kTileLanes], sum[kTileLanes], share[kTileLanes], dropped[kTileLanes];
@@ -48,11 +49,15 @@ struct TileFacts {
 
 inline void weigh_tile(const float* queries, const int32_t* tokens, int64_t members, const float* keys, int64_t width,
                        const int32_t* list, int64_t count, bool adds_self, const Estimate* estimates_of,
-                       const TileScratch& s, TileFacts& facts) {
+                       const TileScratch& s, TileFacts& facts, const float* bias = nullptr) {
     const int64_t lanes = round_up(members, kLanes);
     transpose_into_lanes(queries, members, width, lanes, s.queries);
     product<false>(count, width, lanes, [&](int64_t j) { return keys + list[j] * width; }, 1, {s.queries, lanes}, s.weights,
                    lanes, false);
+    if (bias)
+        for (int64_t j = 0; j < count; ++j)
+            for (int64_t lane = 0; lane < lanes; lane += kLanes)
+                store(s.weights + j * lanes + lane, load(s.weights + j * lanes + lane) + bias[list[j]]);
     float* own = s.weights + count * lanes;
     facts.absent = 0;
     for (int64_t t = 0; t < lanes; ++t) own[t] = -__builtin_inff();

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -221,18 +222,20 @@ def _layer(layer: SparseAttention, seen: BlockTokens, density: float, measured: 
 
 
 def _cells_layer(layer: SparseAttention, n: int, prefix: int, measured: LayerStatistics | None) -> LayerCount:
-    """A layer that opens cells: every query meets every mean key, opened keys twice, standing cells' values once."""
-    dim, patches, (rows, columns) = layer.num_heads * layer.head_dim, n - prefix, layer.config.cell
-    size = layer.grid.size
-    cells = -(-size[0] // rows) * -(-size[1] // columns)
-    opened = min(cells, layer.budget() // (rows * columns))
-    keys, standing = patches * min(n, prefix + opened * rows * columns), patches * (cells - opened)
+    """A layer that opens cells: groups of queries meet every mean key, queries what is opened and what stands."""
+    dim, patches, opening = layer.num_heads * layer.head_dim, n - prefix, layer.opening()
+    levels = opening.levels()
+    keys = min(n, prefix + levels.opened[0] * math.prod(opening.cells[0]))
+    standing = patches * (levels.longest - keys) if opening.closed else 0
+    keys *= patches
     if measured is not None:
         keys, standing = measured.connections / layer.num_heads, measured.standing / layer.num_heads
+    shared = opening.tile is not None  # a tile's mean query asks, and its queries have still to meet what stands
+    tiles = math.prod(-(-side // part) for side, part in zip(opening.grid, opening.tile or (1, 1), strict=True))
     return LayerCount(
         attention=2 * prefix * n * dim + 2 * keys * dim,
-        predictor=patches * cells * dim + 2 * patches * dim,  # and the squares that spreads are made of
-        residual=standing * dim if layer.config.residual else 0,
+        predictor=min(patches, tiles) * levels.starts[-1] * dim + 2 * patches * dim,  # spreads: squared distances
+        residual=standing * dim * (2 if shared else 1),
     )
 
 

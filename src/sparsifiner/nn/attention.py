@@ -214,24 +214,30 @@ class SparseAttention(StandIn):
             rows = rows + (a_down * lacking).sum(-1, keepdim=True) * values[:, :, prefix:]
         return torch.cat([self._dense(q[:, :, :prefix], k, v), rows.to(q.dtype)], dim=2)
 
+    def opening(self) -> cells.Opening:
+        """How ``pattern="cells"`` cuts and opens the current grid."""
+        return cells.Opening(
+            grid=self.grid.size,
+            budget=self.budget(),
+            cells=self.config.cells,
+            refine=self.config.refine,
+            tolerance=self.config.tolerance,
+            num_prefix=self.grid.prefix,
+            tile=self.config.tile,
+            closed=self.config.residual,
+        )
+
     def _open_cells(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention at two resolutions: no predictor is asked."""
+        """Attention at several resolutions: no predictor is asked."""
         self._check_grid(q.shape[2])
         if self.grid.presence is not None:
             raise ConfigError("DynamicViT cannot be trained with pattern='cells': train it with another, or use EViT")
-        opened = cells.connect(
-            q,
-            k,
-            v,
-            budget=self.budget(),
-            grid=self.grid.size,
-            cell=self.config.cell,
-            num_prefix=self.grid.prefix,
-            tile=self.config.tile,
-            scale=self.scale,
-            positions=self.grid.positions(),
-            closed=self.config.residual,
-        )
+        opening = self.opening()
+        about: dict[str, Any] = {"scale": self.scale, "positions": self.grid.positions()}
+        backend = dispatch.resolve(self.config.backend, q)
+        if hasattr(backend, "fused_cells") and not self.observers and not self._needs_gradient(q, k, v):
+            return cells.fused(q, k, v, opening, **about)
+        opened = cells.connect(q, k, v, opening, **about, backend=self.config.backend)
         if self.observers:
             self._show(Observation(self, q, k, v, opened.keys, None, opened))
         return cells.cell_attention(q, k, v, opened, scale=self.scale, backend=self.config.backend)

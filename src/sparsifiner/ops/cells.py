@@ -1,24 +1,29 @@
-"""Attention at two resolutions: the keys of a few cells of the grid one by one, every other cell as one token.
+"""Attention at several resolutions: the keys of a few cells of the grid one by one, every other cell as one token.
 
 A cell's mean key says what it would get, so that nothing is learned and nothing fitted: no weights, no calibration, and
 any grid. For query i with logits ``l_ij`` over keys and ``m_ic = scale q_i · mean key of c`` over cells,
 
     o_i = [Σ_opened e^l v + Σ_others |c| e^m (mean value of c)] / [Σ_opened e^l + Σ_others |c| e^m]
 
-The prefix and the cells in which a group of queries lies are always opened. All cells opened is dense attention.
+Cells may have several levels, each made of whole cells of the one before: all cells of the coarsest are looked at, some
+are opened into finer ones, and some of the finest into keys. The prefix and the cells in which a group of queries lies
+are always opened. All cells opened is dense attention.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
 
 from sparsifiner.errors import ConfigError
-from sparsifiner.ops import dispatch
+from sparsifiner.ops import cpu, dispatch, transforms
 from sparsifiner.ops.connectivity import (
     Connectivity,
     accumulation_dtype,
@@ -34,40 +39,143 @@ _NOTHING = 1e-30
 
 
 @dataclasses.dataclass(frozen=True)
-class Cells:
-    """Which cell each patch token lies in.
+class Levels:
+    """How many cells of each level are looked at and opened, by a grid's size alone: shapes never depend on data.
 
     Attributes:
-        of: int64 ``[images, patches]``; one row for all images where no tokens were dropped.
-        sizes: int64 ``[images, count]``, how many tokens each cell holds.
-        own: boolean ``[groups, count]``, the cells that a group of queries touches.
-        members: int64 ``[groups, size]``, the queries of each group, as in `Connectivity`.
-        area: the most tokens a cell can hold.
+        starts: cells are numbered through, finest level first: level l has ``starts[l]`` to ``starts[l + 1]``.
+        opened: how many of each level are opened, at most.
+        longest: the most keys and cells that a list holds.
+    """
+
+    starts: tuple[int, ...]
+    opened: tuple[int, ...]
+    longest: int
+
+
+def plan_levels(
+    grid: tuple[int, int],
+    cells: Sequence[tuple[int, int]],
+    *,
+    budget: int,
+    refine: float = 0.5,
+    num_prefix: int = 1,
+    tile: tuple[int, int] | None = None,
+    closed: bool = True,
+) -> Levels:
+    """What a budget of keys opens at each level.
+
+    Args:
+        grid: rows and columns of patches.
+        cells: rows and columns of patches in a cell of each level, finest first.
+        budget: B, the keys that the opened cells may hold.
+        refine: the share of a coarser level's cells that are opened; more where the budget needs them.
+        num_prefix: tokens before the patches.
+        tile: queries of such a tile share what they open; None for each its own.
+        closed: whether cells that are not opened stand for their keys, or are left out.
+    """
+    coarsest, (rows, columns) = cells[-1], cells[0]
+    if coarsest[0] > grid[0] or coarsest[1] > grid[1]:
+        raise ConfigError(
+            f"cells of {coarsest[0]} x {coarsest[1]} patches are larger than the grid of {grid[0]} x {grid[1]}: make "
+            "them smaller"
+        )
+    if budget < rows * columns:
+        raise ConfigError(
+            f"a budget of {budget} keys is less than one cell of {rows} x {columns} patches: raise keep, or make cells "
+            "smaller"
+        )
+    counts = [-(-grid[0] // rows) * -(-grid[1] // columns) for rows, columns in cells]
+    candidates, opened, standing = counts[-1], [], 0
+    for level in reversed(range(len(cells))):
+        area = math.prod(cells[level])
+        wanted = budget // area if level == 0 else max(math.ceil(refine * candidates), -(-budget // area))
+        rows_touched, columns_touched = (
+            _touched(side, across, part) for side, across, part in zip(grid, tile or (1, 1), cells[level], strict=True)
+        )
+        own = rows_touched * columns_touched
+        opened.append(min(candidates, max(wanted, own)))
+        standing += candidates - opened[-1]
+        if level:
+            candidates = min(counts[level - 1], opened[-1] * area // math.prod(cells[level - 1]))
+    keys = min(grid[0] * grid[1], opened[-1] * rows * columns)
+    starts = tuple(itertools.accumulate(counts, initial=0))
+    return Levels(starts, tuple(reversed(opened)), num_prefix + keys + standing * closed)
+
+
+def _touched(side: int, tile: int, cell: int) -> int:
+    """The most cells that a tile reaches into, along one side of the grid."""
+    return max((min(start + tile, side) - 1) // cell - start // cell + 1 for start in range(0, side, tile))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """Which cells each patch token lies in.
+
+    Attributes:
+        of: int64 ``[images, patches]``, the finest cell of each; one row for all images where no tokens were dropped.
+        parent: int64 ``[count]``, the coarser cell that holds each cell; -1 at the coarsest level.
+        starts: as in `Levels`.
     """
 
     of: Tensor
-    sizes: Tensor
-    own: Tensor
-    members: Tensor
-    area: int
+    parent: Tensor
+    starts: tuple[int, ...]
 
     @property
     def count(self) -> int:
-        """How many cells there are."""
-        return self.sizes.shape[1]
+        """How many cells there are, of all levels."""
+        return self.starts[-1]
+
+    @property
+    def sizes(self) -> Tensor:
+        """How many tokens each cell holds: int64 ``[images, count]``."""
+        ones = torch.ones_like(self.of)[:, None, :, None]
+        return self._sums(ones)[:, 0, :, 0]
 
     def pool(self, patches: Tensor) -> Tensor:
         """Means over the cells: ``[batch, heads, patches, d]`` to ``[batch, heads, count, d]``; zero where empty."""
+        return self._sums(patches) / self.sizes.clamp(min=1)[:, None, :, None]
+
+    def spreads(self, patches: Tensor, means: Tensor) -> Tensor:
+        """The mean squared distance of tokens from the mean of their cell, ``[batch, heads, count]``."""
         index = self.of[:, None, :, None].expand(patches.shape)
-        sums = patches.new_zeros(*patches.shape[:2], self.count, patches.shape[-1]).scatter_add(2, index, patches)
-        return sums / self.sizes.clamp(min=1)[:, None, :, None]
+        distances = (patches - means.gather(2, index)).square().sum(-1, keepdim=True)
+        sizes = self.sizes.to(patches.dtype)[:, None, :, None]
+        levels = [self._add_finest(distances)]
+        for start, end in itertools.pairwise(self.starts[:-1]):
+            parent = self.parent[start:end]
+            apart = (means[:, :, start:end] - means[:, :, parent]).square().sum(-1, keepdim=True)
+            levels.append(self._add(levels[-1] + sizes[:, :, start:end] * apart, start, end))
+        return (torch.cat(levels, 2) / sizes.clamp(min=1)).squeeze(-1)
+
+    def open(self, opened: Tensor) -> Tensor:
+        """Whether each patch lies in an opened finest cell: boolean ``[..., cells]`` to ``[..., patches]``."""
+        index = self.of[:, None, None].expand(*opened.shape[:3], self.of.shape[1])
+        return opened.gather(3, index)
+
+    def _sums(self, patches: Tensor) -> Tensor:
+        levels = [self._add_finest(patches)]
+        for start, end in itertools.pairwise(self.starts[:-1]):
+            levels.append(self._add(levels[-1], start, end))
+        return torch.cat(levels, 2)
+
+    def _add_finest(self, patches: Tensor) -> Tensor:
+        sums = patches.new_zeros(*patches.shape[:2], self.starts[1], patches.shape[3])
+        if len(self.of) == 1:
+            return sums.index_add(2, self.of[0], patches)
+        return sums.scatter_add(2, self.of[:, None, :, None].expand(patches.shape), patches)
+
+    def _add(self, finer: Tensor, start: int, end: int) -> Tensor:
+        parent = self.parent[start:end] - end
+        width = self.starts[self.starts.index(end) + 1] - end
+        return finer.new_zeros(*finer.shape[:2], width, finer.shape[3]).index_add(2, parent, finer)
 
 
 def cut_cells(
     grid: tuple[int, int],
-    cell: tuple[int, int],
+    cells: Sequence[tuple[int, int]],
     num_prefix: int,
-    tile: tuple[int, int] | None,
     device: torch.device,
     positions: Tensor | None = None,
 ) -> Cells:
@@ -75,93 +183,160 @@ def cut_cells(
 
     Args:
         grid: rows and columns of patches.
-        cell: rows and columns of a cell.
+        cells: rows and columns of a cell of each level, finest first.
         num_prefix: tokens before the patches.
-        tile: queries of such a tile share what they open; None for each its own.
         device: of the result.
         positions: ``[batch, n]`` where tokens have been dropped: the places of those that are left.
     """
-    if cell[0] > grid[0] or cell[1] > grid[1]:
-        raise ConfigError(
-            f"cells of {cell[0]} x {cell[1]} patches are larger than the grid of {grid[0]} x {grid[1]}: make them "
-            "smaller"
-        )
-    rows, columns = (torch.arange(side, device=device) // part for side, part in zip(grid, cell, strict=True))
-    of = (rows[:, None] * (int(columns[-1]) + 1) + columns).flatten()  # [patches of the whole grid]
-    count = int(of[-1]) + 1
-    groups = query_groups(grid, num_prefix, tile, device)
-    real = groups >= 0
-    own = torch.zeros(len(groups), count + 1, dtype=torch.bool, device=device)  # the last takes the padding
-    own.scatter_(1, torch.where(real, of[(groups - num_prefix).clamp(min=0)], count), True)
-    own = own[:, :count]
-    here = of[None]
-    if positions is not None:  # a tile has other members in every image, so that each query is its own group
-        places = positions[:, num_prefix:].long() - num_prefix
-        here = of[places]
-        groups = torch.arange(num_prefix, positions.shape[1], device=device)[:, None]
-    sizes = torch.zeros(len(here), count, dtype=torch.long, device=device)
-    sizes.scatter_add_(1, here, torch.ones_like(here))
-    return Cells(here, sizes, own, groups, cell[0] * cell[1])
+    sides = [(-(-grid[0] // rows), -(-grid[1] // columns)) for rows, columns in cells]
+    starts = tuple(itertools.accumulate([down * across for down, across in sides], initial=0))
+
+    def numbers(side: tuple[int, ...], part: tuple[int, ...], start: int, columns: int) -> Tensor:
+        down, across = (torch.arange(n, device=device) // p for n, p in zip(side, part, strict=True))
+        return (start + down[:, None] * columns + across).flatten()
+
+    of = numbers(grid, cells[0], 0, sides[0][1])
+    parents = []
+    for level, (fine, coarse) in enumerate(itertools.pairwise(cells)):
+        ratio = (coarse[0] // fine[0], coarse[1] // fine[1])
+        parents.append(numbers(sides[level], ratio, starts[level + 1], sides[level + 1][1]))
+    parents.append(torch.full((starts[-1] - starts[-2],), -1, device=device))
+    here = of[None] if positions is None else of[positions[:, num_prefix:].long() - num_prefix]
+    return Cells(here, torch.cat(parents), starts)
 
 
-def opening_score(k: Tensor, v: Tensor, cells: Cells, num_prefix: int, scale: float) -> tuple[Tensor, Tensor]:
-    """What opening a cell would mend, as a product with queries and a sum.
-
-    Left closed, a cell errs by the weight it gets times how far its keys and values are from their means. So the score
-    is ``m_ic + log |c| + log (spread of keys · spread of values) / 2``; a cell without tokens has minus infinity.
-
-    Returns:
-        Mean keys, scaled, ``[batch, heads, count, d]``, and what is added, ``[batch, heads, 1, count]``.
-    """
-    dtype = accumulation_dtype(k.dtype)
-    means, spreads = [], []
-    for x in (k, v):
-        patches = x[:, :, num_prefix:].detach().to(dtype)
-        mean = cells.pool(patches)
-        means.append(mean)
-        spreads.append((cells.pool(patches.square()) - mean.square()).sum(-1).clamp(min=_NOTHING).log())
-    sizes = cells.sizes.to(dtype).log()[:, None]  # minus infinity where there are none
-    return means[0] * scale, (sizes + (spreads[0] + spreads[1]) / 2)[:, :, None]
-
-
+@torch.library.custom_op("sparsifiner::open_cells", mutates_args=())
 def open_cells(
-    q: Tensor, k: Tensor, v: Tensor, cells: Cells, count: int, num_prefix: int, scale: float, tiles: Tensor | None
-) -> Iterator[Tensor]:
-    """Which cells each group of queries opens, some groups at a time: boolean ``[batch, heads, chunk, cells]``.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of: Tensor,
+    parent: Tensor,
+    starts: Sequence[int],
+    opened: Sequence[int],
+    members: Tensor,
+    tiles: Tensor | None,
+    num_prefix: int,
+    scale: float,
+    tolerance: float,
+    closed: bool,
+    longest: int,
+) -> tuple[Tensor, Tensor]:
+    """The lists of keys and, behind them, cells of each group of queries, and their lengths.
 
-    The ``count`` highest scores, the group's own cells first, ties to the lower index. A group's queries are
-    represented by their mean: so are the scores.
+    Left closed, a cell errs by the weight it gets times how far its keys and values are from their means. So its score
+    is ``m_ic + log |c| + log (spread of keys · spread of values) / 2``. Of every level the highest scores are opened,
+    the group's own cells first, ties to the lower index. A group's queries are represented by their mean.
 
     Args:
         q: queries ``[batch, heads, n, d]``; ``k`` and ``v`` alike.
         k: keys.
         v: values.
-        cells: from `cut_cells`.
-        count: how many cells are opened, more where a group touches more.
+        of: as in `Cells`; ``parent`` and ``starts`` too.
+        parent: see there.
+        starts: see there.
+        opened: as in `Levels`; ``longest`` too.
+        members: int64 ``[groups, size]``, the queries of each group, as in `Connectivity`.
+        tiles: int64 ``[batch, patches]``, the tile of each query where tokens have been dropped and tiles share.
         num_prefix: tokens before the patches.
         scale: of the logits.
-        tiles: int64 ``[batch, patches]``, the tile of each query where tokens have been dropped and tiles share.
+        tolerance: only cells are opened whose error, as a share of the softmax's sum, is larger; 0 for no such bound.
+        closed: whether cells that are not opened are listed.
+        longest: the width of the lists.
     """
-    batch, heads = q.shape[:2]
-    keys, bias = opening_score(k, v, cells, num_prefix, scale)
-    queries = q[:, :, num_prefix:].detach().to(keys.dtype)
-    own = cells.own
-    if tiles is not None:
-        queries = tile_means(queries, tiles, len(own))
-        own = own[tiles][:, None]  # [batch, 1, patches, cells]
-    elif cells.members.shape[1] > 1:
-        real = (cells.members >= 0).to(keys.dtype)[..., None]
-        queries = (queries[:, :, (cells.members - num_prefix).clamp(min=0)] * real).sum(3) / real.sum(1)
-    elif cells.of.shape[0] > 1 or len(own) != queries.shape[2]:  # dropped tokens: each lies in its own cell
-        own = functional.one_hot(cells.of, cells.count).bool()[:, None]
-    empty = (cells.sizes == 0)[:, None, None]
-    count = min(cells.count, max(count, int(cells.own.sum(1).max())))
+    cells = Cells(of, parent, tuple(starts))
+    lists, counts = [], []
+    for keys, standing in _opened_parts(q, k, v, cells, opened, members, tiles, num_prefix, scale, tolerance):
+        chosen = functional.pad(cells.open(keys), (num_prefix, 0), value=True)
+        part = lists_from_mask(torch.cat([chosen, standing & closed], dim=-1), longest)
+        lists.append(part[0])
+        counts.append(part[1])
+    return torch.cat(lists, 2), torch.cat(counts, 2)
+
+
+def _opened_parts(q, k, v, cells, opened, members, tiles, num_prefix, scale, tolerance) -> Iterator[tuple[Tensor, ...]]:
+    """Finest cells that are opened and cells that stand, some groups at a time: ``[batch, heads, chunk, cells]``."""
+    dtype = accumulation_dtype(k.dtype)
+    keys, values = (x[:, :, num_prefix:].detach().to(dtype) for x in (k, v))
+    mean_keys, mean_values = cells.pool(keys), cells.pool(values)
+    spreads = (
+        x.clamp(min=_NOTHING).log() for x in (cells.spreads(keys, mean_keys), cells.spreads(values, mean_values))
+    )
+    sizes = cells.sizes.to(dtype).log()[:, None]  # minus infinity where there are none
+    gain = (sizes + sum(spreads) / 2)[:, :, None]
+    queries, own = _asked(q[:, :, num_prefix:].detach().to(dtype), cells, members, tiles, num_prefix)
+    there = (cells.sizes > 0)[:, None, None]
+    finest = slice(0, cells.starts[1])
+    columns = cells.count + k.shape[2]
     for part in torch.arange(queries.shape[2], device=q.device).split(
-        max(1, CHUNK_ELEMENTS // (batch * heads * (cells.count + q.shape[2])))
+        max(1, CHUNK_ELEMENTS // (q.shape[0] * q.shape[1] * columns))
     ):
-        scores = queries[:, :, part] @ keys.mT + bias
-        forced = own[..., part, :] & ~empty
-        yield top_mask(scores.masked_fill(forced, torch.inf), count) & ~empty
+        logits = queries[:, :, part] @ mean_keys.mT * scale
+        # What is not a number must not be hidden: its cell is opened.
+        scores = (logits + gain).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        scores = scores.masked_fill(own[..., part, :], torch.inf).masked_fill(~there, -torch.inf)
+        least = torch.full_like(scores[..., :1], -torch.inf)
+        if tolerance > 0:
+            prefix = queries[:, :, part] @ k[:, :, :num_prefix].detach().to(dtype).mT * scale
+            whole = torch.cat([prefix, (logits + sizes[:, :, None])[..., finest]], -1)
+            least = torch.logsumexp(whole, -1, keepdim=True) + math.log(tolerance)
+        yield _open_levels(scores, cells, opened, least)
+
+
+def _open_levels(scores: Tensor, cells: Cells, opened: Sequence[int], least: Tensor) -> tuple[Tensor, Tensor]:
+    """From scores of all cells to the finest that are opened and those of any level that stand."""
+    standing: list[Tensor] = []
+    chosen = scores.new_zeros(())
+    for level in reversed(range(len(opened))):
+        part = slice(cells.starts[level], cells.starts[level + 1])
+        rows = scores[..., part]
+        if level < len(opened) - 1:
+            rows = rows.masked_fill(~chosen[..., cells.parent[part] - cells.starts[level + 1]], -torch.inf)
+        there = rows > -torch.inf
+        chosen = top_mask(rows, opened[level]) & there & ~(rows < least)
+        standing.insert(0, there & ~chosen)
+    return chosen, torch.cat(standing, -1)
+
+
+def _asked(
+    queries: Tensor, cells: Cells, members: Tensor, tiles: Tensor | None, num_prefix: int
+) -> tuple[Tensor, Tensor]:
+    """The mean query of each group, and the cells that its queries lie in: ``[batch or 1, 1, groups, count]``."""
+    holds = torch.zeros(*cells.of.shape, cells.count, dtype=torch.bool, device=queries.device)
+    number = cells.of
+    for _ in cells.starts[1:]:
+        holds.scatter_(2, number[..., None], True)
+        number = cells.parent[number]
+    if tiles is not None:
+        count = int(tiles.max()) + 1
+        together = torch.zeros(len(tiles), count, cells.count, dtype=torch.int32, device=queries.device)
+        together.scatter_add_(1, tiles[..., None].expand_as(holds), holds.int())
+        return tile_means(queries, tiles, count), together.gather(1, tiles[..., None].expand_as(holds))[:, None] > 0
+    if members.shape[1] == 1:
+        return queries, holds[:, None]
+    real = (members >= 0)[..., None]
+    tokens = (members - num_prefix).clamp(min=0)
+    means = (queries[:, :, tokens] * real.to(queries.dtype)).sum(3) / real.sum(1).to(queries.dtype)
+    return means, (holds[:, tokens] & real).any(2)[:, None]
+
+
+@open_cells.register_fake
+def _(q, k, v, of, parent, starts, opened, members, tiles, num_prefix, scale, tolerance, closed, longest):
+    shape = (*q.shape[:2], members.shape[0])
+    return q.new_empty(*shape, longest, dtype=torch.int32), q.new_empty(shape, dtype=torch.int32)
+
+
+_HEADS = ((1, 1, 1, *[None] * 11), (1, 1))
+open_cells.register_vmap(transforms.mapped(open_cells, *_HEADS))
+
+
+@register_flop_formula(torch.ops.sparsifiner.open_cells)
+def _open_flops(
+    q_shape, k_shape, v_shape, of_shape, parent_shape, starts, opened, members_shape, *args, **kwargs
+) -> int:
+    """Two per multiply-add: the products of (mean) queries and mean keys."""
+    batch, heads, _, head_dim = q_shape
+    return 2 * batch * heads * members_shape[0] * parent_shape[0] * head_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,28 +345,68 @@ class Opened:
 
     Attributes:
         lists: over keys and, behind them, cells: ``lists.num_tokens`` is their sum.
-        keys: the same without the cells; for those who look.
         cells: the cells.
     """
 
     lists: Connectivity
-    keys: Connectivity
     cells: Cells
+
+    @property
+    def keys(self) -> Connectivity:
+        """The lists without the cells: for those who look."""
+        n = self.lists.num_tokens - self.cells.count
+        is_key = (self.lists.indices >= 0) & (self.lists.indices < n)
+        counts = is_key.sum(-1, dtype=torch.int32)
+        indices = torch.where(is_key, self.lists.indices, -1)[..., : int(counts.max())]  # keys come first
+        return dataclasses.replace(self.lists, indices=indices, counts=counts, num_tokens=n)
+
+
+@dataclasses.dataclass(frozen=True)
+class Opening:
+    """How cells are cut and opened: what `connect` and `fused` need beside queries, keys and values.
+
+    Attributes:
+        grid: rows and columns of patches.
+        cells: rows and columns of patches in a cell of each level, finest first.
+        budget: B, the keys that the opened cells may hold.
+        refine: as in `plan_levels`.
+        tolerance: as in `open_cells`.
+        num_prefix: tokens before the patches, which attend to everything and are attended to by all.
+        tile: patch queries of such a tile open the same cells.
+        closed: whether cells that are not opened stand for their keys, or are left out.
+    """
+
+    grid: tuple[int, int]
+    budget: int
+    cells: Sequence[tuple[int, int]] = ((2, 2),)
+    refine: float = 0.5
+    tolerance: float = 0.0
+    num_prefix: int = 1
+    tile: tuple[int, int] | None = None
+    closed: bool = True
+
+    def levels(self) -> Levels:
+        """The plan for this grid and budget."""
+        return plan_levels(
+            self.grid,
+            self.cells,
+            budget=self.budget,
+            refine=self.refine,
+            num_prefix=self.num_prefix,
+            tile=self.tile,
+            closed=self.closed,
+        )
 
 
 def connect(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    opening: Opening,
     *,
-    budget: int,
-    grid: tuple[int, int],
-    cell: tuple[int, int],
-    num_prefix: int = 1,
-    tile: tuple[int, int] | None = None,
     scale: float | None = None,
     positions: Tensor | None = None,
-    closed: bool = True,
+    backend: str = "auto",
 ) -> Opened:
     """Chooses the cells that are opened and writes the lists; as `predict`, not differentiable.
 
@@ -199,44 +414,28 @@ def connect(
         q: queries ``[batch, heads, n, d]``; ``k`` and ``v`` alike.
         k: keys.
         v: values.
-        budget: B, the keys that the opened cells may hold.
-        grid: rows and columns of patches.
-        cell: rows and columns of a cell.
-        num_prefix: tokens before the patches, which attend to everything and are attended to by all.
-        tile: patch queries of such a tile open the same cells.
+        opening: how cells are opened.
         scale: of the logits.
         positions: ``[batch, n]`` where tokens have been dropped.
-        closed: whether cells that are not opened stand for their keys, or are left out.
+        backend: what computes it.
     """
-    area = cell[0] * cell[1]
-    if budget < area:
-        raise ConfigError(
-            f"a budget of {budget} keys is less than one cell of {cell[0]} x {cell[1]} patches: raise keep, or make "
-            "cells smaller"
-        )
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    cells = cut_cells(grid, cell, num_prefix, tile, q.device, positions)
-    tiles = None
-    if positions is not None and tile is not None:
-        tiles, _ = tiles_of(grid, tile, positions[:, num_prefix:].long() - num_prefix)
-    n, patches = q.shape[2], q.shape[2] - num_prefix
-    count = min(cells.count, max(budget // area, int(cells.own.sum(1).max())))
-    longest = num_prefix + min(patches, count * area)
-    parts: list[list[Tensor]] = [[], [], [], []]
-    for opened in open_cells(q, k, v, cells, budget // area, num_prefix, scale, tiles):
-        chosen = opened.gather(3, cells.of[:, None, None].expand(*opened.shape[:3], patches))
-        keys = functional.pad(chosen, (num_prefix, 0), value=True)
-        standing = ~opened & (cells.sizes > 0)[:, None, None] & closed
-        lists = lists_from_mask(torch.cat([keys, standing], dim=-1), longest + (cells.count - count) * closed)
-        for part, found in zip(parts, (*lists, *lists_from_mask(keys, longest)), strict=True):
-            part.append(found)
-    indices, counts, key_indices, key_counts = (torch.cat(part, dim=2) for part in parts)
-    about = {"members": cells.members, "num_prefix": num_prefix}
-    return Opened(
-        Connectivity(indices, counts, num_tokens=n + cells.count, **about),
-        Connectivity(key_indices, key_counts, num_tokens=n, **about),
-        cells,
-    )
+    levels, prefix = opening.levels(), opening.num_prefix
+    cells = cut_cells(opening.grid, opening.cells, prefix, q.device, positions)
+    settings = (prefix, scale, opening.tolerance, opening.closed, levels.longest)
+    about = (q.detach(), k.detach(), v.detach(), cells.of, cells.parent, cells.starts, levels.opened)
+    if positions is None:
+        members = query_groups(opening.grid, prefix, opening.tile, q.device)
+        native = dispatch.resolve(backend, q) is cpu
+        lists = (cpu.open_cells if native else open_cells)(*about, members, None, *settings)
+    else:  # a tile has other members in every image, so that each query is its own group
+        members = torch.arange(prefix, q.shape[2], device=q.device)[:, None]
+        tiles = None
+        if opening.tile is not None:
+            tiles, _ = tiles_of(opening.grid, opening.tile, positions[:, prefix:].long() - prefix)
+        lists = open_cells(*about, members, tiles, *settings)
+    number = q.shape[2] + cells.count
+    return Opened(Connectivity(*lists, members=members, num_tokens=number, num_prefix=prefix), cells)
 
 
 def cell_attention(
@@ -244,23 +443,30 @@ def cell_attention(
 ) -> Tensor:
     """Attention over opened keys and standing cells in one softmax, ``[batch, heads, n, d]``; differentiable."""
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    lists, cells, width = opened.lists, opened.cells, q.shape[-1]
+    lists, cells = opened.lists, opened.cells
     prefix, n = lists.num_prefix, q.shape[2]
     dtype = accumulation_dtype(q.dtype)
     keys, values = (torch.cat([x, cells.pool(x[:, :, prefix:].to(dtype)).to(x.dtype)], dim=2) for x in (k, v))
-    # Kernels know no bias: one more feature adds log |c| to the logits of a cell.
-    bias = functional.pad(cells.sizes.clamp(min=1).to(dtype).log() / scale, (n, 0))[:, None, :, None]
-    bias = bias.to(q.dtype).expand(*keys.shape[:3], 1)
-    queries = functional.pad(torch.cat([q, torch.ones_like(q[..., :1])], -1), (0, 0, 0, cells.count))
-    keys, values = torch.cat([keys, bias], -1), functional.pad(values, (0, 1))
-    batch, heads = q.shape[:2]
-    empty = q.new_empty(batch, heads, n + cells.count - prefix, 0), q.new_empty(heads, 0, n + cells.count)
-    rows = dispatch.resolve(backend, queries).attend(queries, keys, values, lists, *empty, scale)
-    rows = rows[:, :, : n - prefix, :width]
+    bias = functional.pad(cells.sizes.clamp(min=1).to(dtype).log(), (n, 0))
+    none = q.new_empty(*q.shape[:2], n - prefix, 0), q.new_empty(q.shape[1], 0, n + cells.count)
+    rows = dispatch.resolve(backend, q).attend(q, keys, values, lists, *none, scale, bias)
     if prefix == 0:
         return rows
     exact = functional.scaled_dot_product_attention(q[:, :, :prefix], k, v, scale=scale)
     return torch.cat([exact, rows], dim=2)
+
+
+def fused(
+    q: Tensor, k: Tensor, v: Tensor, opening: Opening, *, scale: float | None = None, positions: Tensor | None = None
+) -> Tensor:
+    """`connect` and `cell_attention` in one call of the fused CPU kernels, for inference; not differentiable."""
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    levels, prefix = opening.levels(), opening.num_prefix
+    cells = cut_cells(opening.grid, opening.cells, prefix, q.device, positions)
+    members = query_groups(opening.grid, prefix, opening.tile, q.device)
+    settings = (prefix, scale, opening.tolerance, opening.closed)
+    about = (q.detach(), k.detach(), v.detach(), cells.of, cells.parent, cells.starts, levels.opened)
+    return cpu.fused_cells(*about, members, positions, *settings)
 
 
 def shares(q: Tensor, k: Tensor, opened: Opened, queries: Tensor, scale: float) -> Tensor:
@@ -285,5 +491,8 @@ def shares(q: Tensor, k: Tensor, opened: Opened, queries: Tensor, scale: float) 
     logits = torch.cat([q @ k.mT * scale, q @ means.mT * scale + bias], dim=-1)
     weights = torch.softmax(logits.masked_fill(~mask, -torch.inf), dim=-1)
     each = weights[..., n:] / cells.sizes.clamp(min=1)[:, None, None]
-    spread = each.gather(3, cells.of[:, None, None].expand(*each.shape[:3], n - prefix))
+    spread, number = torch.zeros_like(weights[..., prefix:n]), cells.of
+    for _ in cells.starts[1:]:  # a key gets what its cells of all levels get
+        spread = spread + each.gather(3, number[:, None, None].expand(spread.shape[0], *each.shape[1:3], n - prefix))
+        number = cells.parent[number]
     return weights[..., :n] + functional.pad(spread, (prefix, 0))

@@ -9,6 +9,7 @@ Pointers go down raw, so everything about a tensor is checked here first.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -392,7 +393,9 @@ def _select_flops(*shapes, **kwargs) -> int:
 class _Call:
     """The native call behind `_attend` and its backward, and the tensors its pointers lead to, which live as long."""
 
-    def __init__(self, q, k, v, out, normaliser, indices, members, a_down, w_up, scale, num_prefix, adds_self) -> None:
+    def __init__(
+        self, q, k, v, out, normaliser, indices, members, a_down, w_up, bias, scale, num_prefix, adds_self
+    ) -> None:
         batch, heads, n, head_dim = q.shape
         landmarks = w_up.shape[1]
         self.shape = (batch, heads, n, head_dim, landmarks, num_prefix)
@@ -401,7 +404,10 @@ class _Call:
         up, row_sums = _transposed(w_up)
         coefficients, lists = a_down.detach().float().contiguous(), indices.int().contiguous()
         q, k, v = _rows(q), _rows(k), _rows(v)
-        self.held = (members, up, row_sums, coefficients, lists, q, k, v, out, normaliser)
+        added = None if bias is None else bias.float().contiguous()
+        if added is not None and (added.shape[0] not in (1, batch) or added.shape[1:] != k.shape[2:3]):
+            raise BackendError(f"bias must be [1 or {batch}, {k.shape[2]}], got {tuple(added.shape)}")
+        self.held = (members, up, row_sums, coefficients, lists, q, k, v, out, normaliser, added)
         self.native = native().Attend(
             self.shape,
             _view(q),
@@ -416,6 +422,9 @@ class _Call:
             lists.data_ptr(),
             lists.shape[-1],
             adds_self,
+            k.shape[2],
+            0 if added is None else added.data_ptr(),
+            0 if added is None or added.shape[0] == 1 else k.shape[2],
             scale,
             normaliser.data_ptr(),
             torch.get_num_threads(),
@@ -431,6 +440,7 @@ def _attend(
     members: Tensor,
     a_down: Tensor,
     w_up: Tensor,
+    bias: Tensor | None,
     scale: float,
     num_prefix: int,
     adds_self: bool,
@@ -438,13 +448,13 @@ def _attend(
     """Eq. 4-6 over the lists, for patch rows, and the log of each softmax's denominator."""
     out = _new_output(q, num_prefix)
     normaliser = q.new_zeros(q.shape[:3], dtype=torch.float32)
-    call = _Call(q, k, v, out, normaliser, indices, members, a_down, w_up, scale, num_prefix, adds_self)
+    call = _Call(q, k, v, out, normaliser, indices, members, a_down, w_up, bias, scale, num_prefix, adds_self)
     native().attend(call.native)
     return out, normaliser
 
 
 @_attend.register_fake
-def _(q, k, v, indices, members, a_down, w_up, scale, num_prefix, adds_self):
+def _(q, k, v, indices, members, a_down, w_up, bias, scale, num_prefix, adds_self):
     return _new_output(q, num_prefix), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -460,21 +470,22 @@ def _attend_backward(
     members: Tensor,
     a_down: Tensor,
     w_up: Tensor,
+    bias: Tensor | None,
     scale: float,
     num_prefix: int,
     adds_self: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `_attend` for q, k, v, a_down and w_up."""
     grad = _rows(grad)
-    call = _Call(q, k, v, out, normaliser, indices, members, a_down, w_up, scale, num_prefix, adds_self)
+    call = _Call(q, k, v, out, normaliser, indices, members, a_down, w_up, bias, scale, num_prefix, adds_self)
     batch, heads, n, head_dim, landmarks, _ = call.shape
     # Heads that are fewer than threads are cut into parts, whose sums are added in a fixed order.
     threads = torch.get_num_threads()
     parts = 1 if batch * heads >= threads else min(-(-threads // (batch * heads)), members.shape[0])
     q_grad = torch.zeros(batch, heads, n, head_dim)  # prefix rows have no gradient from here
-    k_grad, v_grad = (torch.empty(batch, heads, parts, n, head_dim) for _ in range(2))
+    k_grad, v_grad = (torch.empty(batch, heads, parts, k.shape[2], head_dim) for _ in range(2))
     a_grad = torch.zeros(batch, heads, n - num_prefix, landmarks)
-    up_grad = torch.zeros(batch, heads, parts, n, call.padded)
+    up_grad = torch.zeros(batch, heads, parts, k.shape[2], call.padded)
     sums_grad = torch.zeros(batch, heads, parts, call.padded)
     native().backward(
         call.native,
@@ -493,7 +504,7 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(grad, out, normaliser, q, k, v, indices, members, a_down, w_up, scale, num_prefix, adds_self):
+def _(grad, out, normaliser, q, k, v, indices, members, a_down, w_up, bias, scale, num_prefix, adds_self):
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, a_down, w_up))
 
 
@@ -506,7 +517,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad, _):
     q_grad, k_grad, v_grad, a_grad, w_grad = _differentiable_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return q_grad, k_grad, v_grad, None, None, a_grad, w_grad, None, None, None
+    return q_grad, k_grad, v_grad, None, None, a_grad, w_grad, None, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save)
@@ -525,9 +536,16 @@ def _attend_backward_flops(grad_shape, out_shape_, normaliser_shape, *shapes, **
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, connectivity: Connectivity, a_down: Tensor, w_up: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    connectivity: Connectivity,
+    a_down: Tensor,
+    w_up: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Patch rows of the sparse output, without the ``A_down (W_up V)`` term; differentiable."""
+    """Patch rows of the sparse output, without the ``A_down (W_up V)`` term; differentiable. As `eager.attend`."""
     rows, _ = _differentiable_attend(
         q,
         k,
@@ -536,8 +554,164 @@ def attend(
         connectivity.members,
         a_down,
         w_up,
+        bias,
         scale,
         connectivity.num_prefix,
         connectivity.adds_self,
     )
     return rows
+
+
+@torch.library.custom_op("sparsifiner::cpu_open_cells", mutates_args=())
+def open_cells(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of: Tensor,
+    parent: Tensor,
+    starts: Sequence[int],
+    opened: Sequence[int],
+    members: Tensor,
+    tiles: Tensor | None,
+    num_prefix: int,
+    scale: float,
+    tolerance: float,
+    closed: bool,
+    longest: int,
+) -> tuple[Tensor, Tensor]:
+    """As `sparsifiner.ops.cells.open_cells`, where no tokens have been dropped: the same lists."""
+    if tiles is not None:
+        raise BackendError("the kernels write lists where no tokens have been dropped: use backend='eager'")
+    shape = (*q.shape[:2], members.shape[0])
+    lists = torch.empty(*shape, longest, dtype=torch.int32)
+    counts = torch.empty(shape, dtype=torch.int32)
+    written = (lists.data_ptr(), counts.data_ptr(), longest)
+    _open(q, k, v, q, of, parent, starts, opened, members, None, num_prefix, scale, tolerance, closed, written)
+    return lists, counts
+
+
+@open_cells.register_fake
+def _(q, k, v, of, parent, starts, opened, members, tiles, num_prefix, scale, tolerance, closed, longest):
+    shape = (*q.shape[:2], members.shape[0])
+    return q.new_empty(*shape, longest, dtype=torch.int32), q.new_empty(shape, dtype=torch.int32)
+
+
+open_cells.register_vmap(transforms.mapped(open_cells, (1, 1, 1, *[None] * 11), (1, 1)))
+
+
+@torch.library.custom_op("sparsifiner::fused_cells", mutates_args=())
+def fused_cells(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of: Tensor,
+    parent: Tensor,
+    starts: Sequence[int],
+    opened: Sequence[int],
+    members: Tensor,
+    positions: Tensor | None,
+    num_prefix: int,
+    scale: float,
+    tolerance: float,
+    closed: bool,
+) -> Tensor:
+    """Attention at several resolutions in one call, ``[batch, heads, n, d]``; not differentiable.
+
+    Args as of `sparsifiner.ops.cells.open_cells`; ``members`` are by original position, as ``positions`` ``[batch, n]``
+    are where tokens have been dropped.
+    """
+    out = _new_output(q)
+    _open(q, k, v, out, of, parent, starts, opened, members, positions, num_prefix, scale, tolerance, closed, (0, 0, 0))
+    return out
+
+
+@fused_cells.register_fake
+def _(q, *args):
+    return _new_output(q)
+
+
+# Images are apart from each other, but for those from which tokens have been dropped.
+fused_cells.register_vmap(transforms.mapped(fused_cells, (1, 1, 1, *[None] * 10), (1,)))
+
+
+def _open(
+    q, k, v, out, of, parent, starts, opened, members, positions, num_prefix, scale, tolerance, closed, written
+) -> None:
+    batch, heads, n, head_dim = q.shape
+    if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype):
+        raise BackendError(f"queries, keys and values differ: {[(tuple(x.shape), x.dtype) for x in (q, k, v)]}")
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    of, parent, members = (x.int().contiguous() for x in (of, parent, members))
+    numbers = torch.tensor([*starts, *opened], dtype=torch.int32)
+    _check_cells(of, parent, numbers, len(opened), batch, n - num_prefix)
+    where = None if positions is None else positions.int().contiguous()
+    known = n if where is None else int(max(where.max(), members.max())) + 1
+    if where is not None and (where.shape != (batch, n) or int(where.min()) < 0):
+        raise BackendError(f"positions must be [{batch}, {n}] numbers of tokens")
+    native().open_cells(
+        (batch, heads, n, head_dim, 0, num_prefix),
+        _view(q),
+        _view(k),
+        _view(v),
+        _view(out),
+        native().Cells(
+            of.data_ptr(),
+            0 if of.shape[0] == 1 else of.shape[1],
+            parent.data_ptr(),
+            numbers.data_ptr(),
+            numbers[len(starts) :].data_ptr(),
+            len(opened),
+            parent.shape[0],
+            closed,
+        ),
+        _groups(members, known, num_prefix),
+        0 if where is None else where.data_ptr(),
+        known,
+        scale,
+        tolerance,
+        *written,
+        torch.get_num_threads(),
+    )
+
+
+def _check_cells(of: Tensor, parent: Tensor, numbers: Tensor, levels: int, batch: int, patches: int) -> None:
+    """The kernels follow these numbers wherever they lead."""
+    starts = numbers[: levels + 1].tolist()
+    good = numbers.shape[0] == 2 * levels + 1 and starts[0] == 0 and sorted(set(starts)) == starts
+    good = good and starts[-1] == parent.shape[0] and of.shape in ((1, patches), (batch, patches))
+    good = good and bool(((of >= 0) & (of < starts[1])).all())
+    for level in range(levels if good else 0):
+        part = parent[starts[level] : starts[level + 1]]
+        if level == levels - 1:
+            good = good and bool((part == -1).all())
+        else:
+            good = good and bool(((part >= starts[level + 1]) & (part < starts[level + 2])).all())
+    if not good:
+        raise BackendError("cells, their parents and their levels do not belong together")
+
+
+@register_flop_formula(torch.ops.sparsifiner.cpu_open_cells)
+def _open_flops(
+    q_shape, k_shape, v_shape, of_shape, parent_shape, starts, opened, members_shape, *args, **kwargs
+) -> int:
+    """Two per multiply-add: the products of (mean) queries and mean keys."""
+    batch, heads, _, head_dim = q_shape
+    return 2 * batch * heads * members_shape[0] * parent_shape[0] * head_dim
+
+
+@register_flop_formula(torch.ops.sparsifiner.fused_cells)
+def _fused_cells_flops(
+    q_shape, k_shape, v_shape, of_shape, parent_shape, starts, opened, members_shape, *args, **kwargs
+) -> int:
+    """Two per multiply-add; shapes do not know how large a cell is: patches are spread evenly over the finest."""
+    batch, heads, n, head_dim = q_shape
+    closed = args[4] if len(args) > 4 else kwargs.get("closed", True)
+    patches, standing, candidates = of_shape[1], 0, starts[-1] - starts[-2]
+    for level in reversed(range(len(opened))):
+        standing += candidates - opened[level]
+        if level:
+            finer = starts[level] - starts[level - 1]
+            candidates = min(finer, -(-opened[level] * finer // (starts[level + 1] - starts[level])))
+    keys = opened[0] * patches // starts[1] + n - patches
+    asked = members_shape[0] * parent_shape[0] * head_dim
+    return 2 * batch * heads * (asked + n * 2 * head_dim * (keys + standing * closed))

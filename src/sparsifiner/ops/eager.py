@@ -111,7 +111,7 @@ def _(a_down, w_up, members, budget, tau, basis_threshold, num_prefix):
 # Heads are apart from each other in every operator, so `torch.vmap` makes more of them. Where they are in each input
 # and output:
 SELECT_HEADS = ((1, 0, None, None, None, None, None), (1, 1))
-ATTEND_HEADS = (1, 1, 1, 1, None, 1, 0, None, None, None)
+ATTEND_HEADS = (1, 1, 1, 1, None, 1, 0, None, None, None, None)
 GRADIENT_HEADS = (1, 1, 1, 1, 0)
 select.register_vmap(transforms.mapped(select, *SELECT_HEADS))
 
@@ -132,7 +132,7 @@ class _Chunk:
     ``rho`` is zero, so one set of formulas serves both.
     """
 
-    def __init__(self, q, k, v, indices, members, a_down, w_up, scale, num_prefix, adds_self, chunk) -> None:
+    def __init__(self, q, k, v, indices, members, a_down, w_up, bias, scale, num_prefix, adds_self, chunk) -> None:
         dtype = accumulation_dtype(q.dtype)
         lists = indices[:, :, chunk].long()  # [batch, heads, chunk, width]
         group = members[chunk]  # [chunk, size]
@@ -158,7 +158,11 @@ class _Chunk:
         self.coefficients = a_down[:, :, self.tokens - num_prefix].to(dtype)  # [..., size, m]
         self.basis = self._gather(w_up.mT.flatten(0, 1), self.basis_rows, dtype)  # [..., width, m]
 
-        logits = (self.queries @ self.keys.mT * scale).masked_fill(~connected, -torch.inf)
+        logits = self.queries @ self.keys.mT * scale
+        if bias is not None:
+            image = torch.arange(batch, device=q.device).view(batch, 1, 1, 1) * (bias.shape[0] > 1)
+            logits = logits + bias.to(dtype)[image, lists][..., None, :]
+        logits = logits.masked_fill(~connected, -torch.inf)
         self.probabilities = torch.softmax(logits, dim=-1)  # [batch, heads, chunk, size, width]
         self.connected = connected
         estimates = (self.coefficients @ self.basis.mT).masked_fill(~connected, 0)
@@ -185,6 +189,7 @@ def _attend(
     members: Tensor,
     a_down: Tensor,
     w_up: Tensor,
+    bias: Tensor | None,
     scale: float,
     num_prefix: int,
     adds_self: bool,
@@ -193,14 +198,14 @@ def _attend(
     batch, heads, n, head_dim = q.shape
     out = q.new_empty(batch, heads, n - num_prefix, head_dim)
     for chunk in _chunks(members.shape[0], _elements_per_group(q, indices, members, a_down)):
-        part = _Chunk(q, k, v, indices, members, a_down, w_up, scale, num_prefix, adds_self, chunk)
+        part = _Chunk(q, k, v, indices, members, a_down, w_up, bias, scale, num_prefix, adds_self, chunk)
         rows = (part.weights @ part.values).to(q.dtype)  # [batch, heads, chunk, size, d]
         out[:, :, part.tokens[part.is_query] - num_prefix] = rows[:, :, part.is_query]
     return out
 
 
 @_attend.register_fake
-def _(q, k, v, indices, members, a_down, w_up, scale, num_prefix, adds_self):
+def _(q, k, v, indices, members, a_down, w_up, bias, scale, num_prefix, adds_self):
     batch, heads, n, head_dim = q.shape
     return q.new_empty(batch, heads, n - num_prefix, head_dim)
 
@@ -215,13 +220,14 @@ def _attend_backward(
     members: Tensor,
     a_down: Tensor,
     w_up: Tensor,
+    bias: Tensor | None,
     scale: float,
     num_prefix: int,
     adds_self: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `_attend` for q, k, v, a_down and w_up, chunk by chunk."""
     dtype = accumulation_dtype(q.dtype)
-    batch, heads, n, head_dim = q.shape
+    batch, heads, n, head_dim = k.shape
     landmarks = w_up.shape[1]
     q_grad = torch.zeros(q.shape, dtype=dtype, device=q.device)
     k_grad = torch.zeros(batch * heads * n, head_dim, dtype=dtype, device=q.device)
@@ -230,7 +236,7 @@ def _attend_backward(
     basis_grad = torch.zeros(heads * n, landmarks, dtype=dtype, device=q.device)
     row_sum_grad = torch.zeros(heads, landmarks, dtype=dtype, device=q.device)
     for chunk in _chunks(members.shape[0], 2 * _elements_per_group(q, indices, members, a_down)):
-        part = _Chunk(q, k, v, indices, members, a_down, w_up, scale, num_prefix, adds_self, chunk)
+        part = _Chunk(q, k, v, indices, members, a_down, w_up, bias, scale, num_prefix, adds_self, chunk)
         rows = grad[:, :, part.tokens - num_prefix].to(dtype) * part.is_query[..., None]
         v_grad.index_add_(0, part.rows, (part.weights.mT @ rows).flatten(0, -2))
         weights_grad = (rows @ part.values.mT).masked_fill(~part.connected, 0)
@@ -261,7 +267,7 @@ def _attend_backward(
 
 
 @_attend_backward.register_fake
-def _(grad, q, k, v, indices, members, a_down, w_up, scale, num_prefix, adds_self):
+def _(grad, q, k, v, indices, members, a_down, w_up, bias, scale, num_prefix, adds_self):
     return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v, a_down, w_up))
 
 
@@ -273,7 +279,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad):
     q_grad, k_grad, v_grad, a_grad, w_grad = _differentiable_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return q_grad, k_grad, v_grad, None, None, a_grad, w_grad, None, None, None
+    return q_grad, k_grad, v_grad, None, None, a_grad, w_grad, None, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save)
@@ -303,9 +309,20 @@ register_flop_formula(torch.ops.sparsifiner.attend_backward)(attend_backward_flo
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, connectivity: Connectivity, a_down: Tensor, w_up: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    connectivity: Connectivity,
+    a_down: Tensor,
+    w_up: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Patch rows of the sparse output, without the ``A_down (W_up V)`` term; differentiable."""
+    """Patch rows of the sparse output, without the ``A_down (W_up V)`` term; differentiable.
+
+    Keys and values may have more rows than there are queries: lists then name those too. ``bias`` ``[images, rows]``,
+    or one row for all images, is added to the logits.
+    """
     return _differentiable_attend(
         q,
         k,
@@ -314,6 +331,7 @@ def attend(
         connectivity.members,
         a_down,
         w_up,
+        bias,
         scale,
         connectivity.num_prefix,
         connectivity.adds_self,

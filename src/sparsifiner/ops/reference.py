@@ -71,13 +71,24 @@ def select(
     return lists_from_mask(mask, min(mask.shape[-1], budget + num_prefix + (not shares)))
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
     """Eq. 4-6: softmax over the connected keys only, then the product with their values."""
-    logits = (q @ k.mT * scale).masked_fill(~mask, -torch.inf)
-    return torch.softmax(logits, dim=-1) @ v
+    logits = q @ k.mT * scale
+    if bias is not None:
+        logits = logits + bias[:, None, None]
+    return torch.softmax(logits.masked_fill(~mask, -torch.inf), dim=-1) @ v
 
 
-def kept_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, a_down: Tensor, w_up: Tensor) -> Tensor:
+def kept_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    a_down: Tensor,
+    w_up: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """What the kept connections contribute beside the residual: ``(1 - rho) softmax_kept(...) V - sum_kept s v``.
 
     ``s = A_down W_up``, un-thresholded; ``rho = clamp(sum_all s - sum_kept s, 0, 1)``. All rows given are
@@ -86,7 +97,7 @@ def kept_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, a_dow
     estimate = a_down @ w_up  # [batch, heads, rows, n]
     kept = torch.where(mask, estimate, 0)
     dropped_mass = (estimate.sum(-1) - kept.sum(-1)).clamp(0, 1)[..., None]
-    return (1 - dropped_mass) * masked_attention(q, k, v, mask, scale) - kept @ v
+    return (1 - dropped_mass) * masked_attention(q, k, v, mask, scale, bias) - kept @ v
 
 
 def residual_attention(
@@ -96,39 +107,40 @@ def residual_attention(
     return kept_part(q, k, v, mask, scale, a_down, w_up) + a_down @ (w_up @ v)
 
 
-def cell_attention(
-    q: Tensor, k: Tensor, v: Tensor, opened: Tensor, cell_of: Tensor, scale: float, closed: bool = True
-) -> Tensor:
-    """Attention at two resolutions for patch queries: opened keys, and every other cell as one token.
+def cell_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, holds: Tensor, scale: float) -> Tensor:
+    """Attention at several resolutions for patch queries: some keys, and some cells as one token each.
 
     Args:
         q: patch queries ``[batch, heads, patches, d]``; ``k`` and ``v`` with the prefix.
         k: keys ``[batch, heads, n, d]``.
         v: values.
-        opened: boolean ``[batch, heads, patches, cells]``.
-        cell_of: int64 ``[batch, patches]``, the cell of each patch.
+        mask: boolean ``[batch, heads, patches, n + cells]``, the keys and cells of each query.
+        holds: boolean ``[batch, cells, patches]``, the patches that each cell holds.
         scale: of the logits.
-        closed: whether the other cells stand for their keys, or are left out.
     """
-    prefix = k.shape[2] - cell_of.shape[1]
-    members = torch.nn.functional.one_hot(cell_of, opened.shape[-1]).to(k.dtype)[:, None]  # [batch, 1, patches, cells]
-    sizes = members.sum(2, keepdim=True)  # [batch, 1, 1, cells]
-    mean_keys, mean_values = (members.mT @ x[:, :, prefix:] / sizes.mT.clamp(min=1) for x in (k, v))
-    patches_open = (opened.to(k.dtype) @ members.mT) > 0
-    keys_open = torch.nn.functional.pad(patches_open, (prefix, 0), value=True)
-    logits = (q @ k.mT * scale).masked_fill(~keys_open, -torch.inf)
-    stands = ~opened & (sizes > 0) & closed
-    cell_logits = (q @ mean_keys.mT * scale + sizes.log()).masked_fill(~stands, -torch.inf)
-    weights = torch.softmax(torch.cat([logits, cell_logits], -1), dim=-1)
+    prefix = k.shape[2] - holds.shape[2]
+    members = holds.to(k.dtype)[:, None]
+    sizes = members.sum(-1, keepdim=True)  # [batch, 1, cells, 1]
+    mean_keys, mean_values = (members @ x[:, :, prefix:] / sizes.clamp(min=1) for x in (k, v))
+    logits = torch.cat([q @ k.mT * scale, q @ mean_keys.mT * scale + sizes.mT.clamp(min=1).log()], -1)
+    weights = torch.softmax(logits.masked_fill(~mask, -torch.inf), dim=-1)
     return weights @ torch.cat([v, mean_values], 2)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, connectivity: Connectivity, a_down: Tensor, w_up: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    connectivity: Connectivity,
+    a_down: Tensor,
+    w_up: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The backend's form: `kept_part` from lists, patch rows only, as `eager.attend`."""
     dtype = accumulation_dtype(q.dtype)
     prefix = connectivity.num_prefix
-    mask = connectivity.mask()[:, :, prefix:]
+    mask = connectivity.mask(torch.arange(prefix, q.shape[2], device=q.device))
     queries, keys, values = q[:, :, prefix:].to(dtype), k.to(dtype), v.to(dtype)
-    return kept_part(queries, keys, values, mask, scale, a_down.to(dtype), w_up.to(dtype)).to(q.dtype)
+    bias = None if bias is None else bias.to(dtype)
+    return kept_part(queries, keys, values, mask, scale, a_down.to(dtype), w_up.to(dtype), bias).to(q.dtype)

@@ -30,7 +30,7 @@ def mapped(operator: Callable[..., Any], inputs: Dimensions, outputs: Dimensions
     def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
         size, folded = info.batch_size, []
         for argument, given, at in zip(arguments, in_dims, inputs, strict=True):
-            if given is not None and at is None:
+            if isinstance(argument, Tensor) and given is not None and at is None:
                 raise BackendError(
                     "torch.vmap cannot go over the weights or the query groups of a fused operator: map over its "
                     "inputs, or use backend='eager'"
