@@ -295,7 +295,7 @@ def test_compiles_as_one_graph():
 def test_operators_keep_torchs_contract():
     q, k, v = inputs((4, 4), d=4)
     levels = opening((4, 4), 8, cells=TWO).levels()
-    cut = cells.cut_cells((4, 4), TWO, 1, q.device)
+    cut = cells.cut_cells((4, 4), TWO, q.device)
     about = (q, k, v, cut.of, cut.parent, cut.starts, levels.opened, query_groups((4, 4), 1, (2, 2), q.device), None)
     for operator in (torch.ops.sparsifiner.open_cells, torch.ops.sparsifiner.cpu_open_cells):
         torch.library.opcheck(operator, (*about, 1, 0.5, 0.0, True, levels.longest))
@@ -333,7 +333,7 @@ def test_bad_input():
         cells.fused(q, k[:, :, 1:], v, opening())
     of, parent = torch.zeros(1, 30, dtype=torch.int32), torch.full((9,), -1)
     members = torch.arange(1, 31)[:, None]
-    for wrong in ((of + 9, parent, [0, 9], [4]), (of, parent, [0, 8], [4]), (of, parent, [0, 4, 9], [4, 2])):
+    for wrong in ((of + 9, parent, [0, 9], [4]), (of, parent, [0, 8], [4]), (of, parent, [0, 4, 9], [4, 2]), (of, parent, [0], [])):
         with pytest.raises(BackendError, match="do not belong together"):
             cpu.fused_cells(q, k, v, *wrong, members, None, 1, 0.3, 0.0, True)
     for nonsense in ((), ((2,),), "22", ((0, 2),), 4, None, (2, 2), ((2, 2, 2),)):

@@ -49,6 +49,7 @@ Shape shape(const nb::tuple& x) {
 
 void check(Status status) {
     if (status == kNoMemory) throw std::bad_alloc();
+    if (status == kBadCells) throw std::invalid_argument("cells, their levels and the groups of queries do not belong together");
     if (status == kBadList) throw std::invalid_argument("lists must hold ascending indices of tokens, padded with -1");
 }
 
@@ -71,12 +72,6 @@ NB_MODULE(_native, m) {
     nb::class_<Groups>(m, "Groups").def("__init__", [](Groups* self, uintptr_t members, int64_t count, int64_t size) {
         new (self) Groups{at<int32_t>(members), count, size};
     });
-    nb::class_<Cells>(m, "Cells")
-        .def("__init__", [](Cells* self, uintptr_t of, int64_t of_image, uintptr_t parent, uintptr_t starts, uintptr_t opened,
-                            int64_t levels, int64_t count, bool closed) {
-            new (self) Cells{at<int32_t>(of), of_image, at<int32_t>(parent), at<int32_t>(starts), at<int32_t>(opened), levels,
-                             count, closed};
-        });
     nb::class_<Attend>(m, "Attend")
         .def("__init__", [](Attend* self, nb::tuple sizes, nb::tuple q, nb::tuple k, nb::tuple v, nb::tuple out,
                             uintptr_t coefficients, uintptr_t up, uintptr_t row_sums, int64_t padded, const Groups& groups,
@@ -99,9 +94,13 @@ NB_MODULE(_native, m) {
         }
         check(status);
     });
-    m.def("open_cells", [](nb::tuple sizes, nb::tuple q, nb::tuple k, nb::tuple v, nb::tuple out, const Cells& cells,
-                           const Groups& groups, uintptr_t positions, int64_t known, float scale, float tolerance,
-                           uintptr_t lists, uintptr_t counts, int64_t list_width, int threads) {
+    m.def("open_cells", [](nb::tuple sizes, nb::tuple q, nb::tuple k, nb::tuple v, nb::tuple out, uintptr_t of,
+                           int64_t of_image, uintptr_t parent, int64_t count, std::vector<int32_t> starts,
+                           std::vector<int32_t> opened, bool closed, const Groups& groups, uintptr_t positions, int64_t known,
+                           float scale, float tolerance, uintptr_t lists, uintptr_t counts, int64_t list_width, int threads) {
+        if (starts.size() != opened.size() + 1) check(kBadCells);
+        const Cells cells{at<int32_t>(of), of_image, at<int32_t>(parent), starts.data(), opened.data(),
+                          (int64_t)opened.size(), count, closed};
         const OpenCells call{shape(sizes), tokens(q), tokens(k), tokens(v), tokens(out), cells, groups,
                              at<int32_t>(positions), known, scale, tolerance, at<int32_t>(lists), at<int32_t>(counts),
                              list_width, threads};

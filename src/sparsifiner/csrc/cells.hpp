@@ -22,6 +22,7 @@ struct CellHead {
     const int32_t* start;          // [finest cells + 1]: the rows of a finest cell's keys
     const int32_t *child, *first;  // the children of cell c are child[first[c]] to child[first[c + 1]]
     int64_t width, padded;
+    int filled;  // how many cells, of all levels, hold a token
 };
 
 // Numbers [begin, begin + count) in the order of their keys, and where those of each key begin; a counting sort.
@@ -110,6 +111,7 @@ inline CellHead cell_head(const OpenCells& f, int64_t b, int64_t h) {
         gain[c] = log_size[c] = -__builtin_inff();
         if (c >= cells.count || sizes[c] == 0) continue;
         const double size = sizes[c], key = key_distances[c] / size, value = value_distances[c] / size;
+        ++x.filled;
         log_size[c] = __builtin_logf(sizes[c]);
         gain[c] = (float)(__builtin_log(size) + 0.5 * __builtin_log((key < kNoSpread ? kNoSpread : key) *
                                                                     (value < kNoSpread ? kNoSpread : value)));
@@ -117,8 +119,10 @@ inline CellHead cell_head(const OpenCells& f, int64_t b, int64_t h) {
     for (int64_t r = 0; r < n; ++r) bias[r] = 0;
     for (int64_t c = 0; c < cells.count; ++c) bias[n + c] = log_size[c];
     float* means = take<float>(kMeans, x.width * x.padded);
+    for (int64_t c = 0; c < cells.count; ++c)
+        for (int64_t d = 0; d < x.width; ++d) means[d * x.padded + c] = keys[(n + c) * x.width + d];
     for (int64_t d = 0; d < x.width; ++d)
-        for (int64_t c = 0; c < x.padded; ++c) means[d * x.padded + c] = c < cells.count ? keys[(n + c) * x.width + d] : 0;
+        for (int64_t c = cells.count; c < x.padded; ++c) means[d * x.padded + c] = 0;
     x.keys = keys, x.values = values, x.gain = gain, x.log_size = log_size, x.bias = bias, x.means = means;
     return x;
 }
@@ -133,37 +137,47 @@ struct Cut {
     int excess;  // how many of those equal to it are too many
 };
 
-// What the `wanted` highest of scores reach. Scores of minus infinity are never wanted, and plus infinity always is; the
-// width is a multiple of two vectors.
-inline Cut cut_of(const float* scores, int64_t width, int wanted, float guess) {
-    const float infinity = __builtin_inff();
-    Vec highest = splat(-infinity), lowest = splat(infinity);
+// What is known of a row of scores: none but those of minus infinity is below `low`, none but those of plus infinity reaches
+// `high`; so many reach either.
+struct Bounds {
+    float low, high;
+    int most, least;
+};
+
+// The width is a multiple of two vectors.
+inline Bounds bounds_of(const float* scores, int64_t width) {
+    const Vec infinity = splat(__builtin_inff());
+    Vec highest = -infinity, lowest = infinity;
     IVec there{}, forced{};
     for (int64_t i = 0; i < width; i += kLanes) {
         const Vec x = load(scores + i);
-        const IVec top = x == splat(infinity), bottom = x == splat(-infinity);
+        const IVec top = x == infinity, bottom = x == -infinity;
         there -= ~bottom;
         forced -= top;
-        highest = larger(top ? splat(-infinity) : x, highest);
-        const Vec low = bottom | top ? splat(infinity) : x;
+        highest = larger(top ? -infinity : x, highest);
+        const Vec low = bottom | top ? infinity : x;
         lowest = low < lowest ? low : lowest;
     }
-    const int most = sum_counts(there), least = sum_counts(forced);
-    if (most <= wanted) return {-__FLT_MAX__, 0};
-    if (least >= wanted) return {infinity, least - wanted};
-    float low = -max_lanes(-lowest), high = next_above(max_lanes(highest));
-    float low_count = (float)most, high_count = (float)least;
-    float trial = guess > low && guess < high ? guess : low + 0.5f * (high - low);
-    for (int step = 0; next_above(low) < high; ++step) {
-        if (!(trial > low && trial < high)) trial = next_above(low);
+    return {-max_lanes(-lowest), next_above(max_lanes(highest)), sum_counts(there), sum_counts(forced)};
+}
+
+// What the `wanted` highest of scores reach. Scores of minus infinity are never wanted, and plus infinity always is. `guess`
+// is where to begin: neighbours have much the same cut.
+inline Cut cut_of(const float* scores, int64_t width, Bounds b, int wanted, float guess) {
+    if (b.most <= wanted) return {-__FLT_MAX__, 0};
+    if (b.least >= wanted) return {__builtin_inff(), b.least - wanted};
+    float low_count = (float)b.most, high_count = (float)b.least;
+    float trial = guess > b.low && guess < b.high ? guess : b.low + 0.5f * (b.high - b.low);
+    for (int step = 0; next_above(b.low) < b.high; ++step) {
+        if (!(trial > b.low && trial < b.high)) trial = next_above(b.low);
         const int reached = count_at_least(scores, width, trial);
         if (reached == wanted) return {trial, 0};
-        if (reached > wanted) low = trial, low_count = (float)reached;
-        else high = trial, high_count = (float)reached;
+        if (reached > wanted) b.low = trial, low_count = (float)reached;
+        else b.high = trial, high_count = (float)reached;
         const float part = step % 3 == 2 ? 0.5f : (low_count - (float)wanted) / (low_count - high_count);
-        trial = low + part * (high - low);
+        trial = b.low + part * (b.high - b.low);
     }
-    return {low, (int)low_count - wanted};
+    return {b.low, (int)low_count - wanted};
 }
 
 // What a group of queries opens, and what stands for the rest.
@@ -234,13 +248,22 @@ inline void open_group(const OpenCells& f, const CellHead& x, const int32_t* of,
                        const int32_t* tokens, int64_t count, const ChoiceScratch& s, Choice& to) {
     const Cells& cells = f.cells;
     const float infinity = __builtin_inff(), least = least_score(f, x, query, products, s.picked);
+    Vec highest = splat(-infinity), lowest = splat(infinity);
     for (int64_t c = 0; c < x.padded; c += kLanes) {
-        const Vec gain = load(x.gain + c), score = load(products + c) + gain;
+        const Vec gain = load(x.gain + c), sum = load(products + c) + gain;
         // What is not a number must not be hidden: its cell is opened. Cells without tokens never are.
-        store(s.scores + c, gain == splat(-infinity) ? gain : score == score ? score : splat(infinity));
+        const Vec score = gain == splat(-infinity) ? gain : sum == sum ? sum : splat(infinity);
+        store(s.scores + c, score);
+        highest = larger(score, highest);
+        const Vec low = score == splat(-infinity) ? splat(infinity) : score;
+        lowest = low < lowest ? low : lowest;
     }
+    Bounds whole{-max_lanes(-lowest), next_above(max_lanes(highest)), x.filled, 0};
     for (int64_t t = 0; t < count; ++t)
-        for (int32_t c = of[tokens[t] - f.shape.prefix]; c >= 0; c = cells.parent[c]) s.scores[c] = infinity;
+        for (int32_t c = of[tokens[t] - f.shape.prefix]; c >= 0 && s.scores[c] < infinity; c = cells.parent[c]) {
+            s.scores[c] = infinity;
+            ++whole.least;
+        }
     to.standing_count = 0;
     for (int64_t level = cells.levels - 1; level >= 0; --level) {
         const float* scores = s.scores;
@@ -260,7 +283,9 @@ inline void open_group(const OpenCells& f, const CellHead& x, const int32_t* of,
             scores = s.picked;
             ids = s.candidates;
         }
-        Cut cut = cut_of(scores, width, cells.opened[level], s.guesses[level]);
+        // Of the only level they are known already, unless there were infinities before the group's own.
+        const Bounds bounds = cells.levels == 1 && whole.high < infinity ? whole : bounds_of(scores, width);
+        Cut cut = cut_of(scores, width, bounds, cells.opened[level], s.guesses[level]);
         if (cut.at > -__FLT_MAX__ && cut.at < infinity) s.guesses[level] = cut.at;
         if (least > cut.at) cut = {least, 0};
         to.opened_count = 0;
@@ -283,8 +308,16 @@ inline void open_group(const OpenCells& f, const CellHead& x, const int32_t* of,
 SPARSIFINER_INLINE int64_t list_keys(const CellHead& x, int64_t prefix, const Choice& choice, int32_t* list) {
     int64_t length = 0;
     for (; length < prefix; ++length) list[length] = (int32_t)length;
-    for (int64_t i = 0; i < choice.opened_count; ++i)
-        for (int32_t r = x.start[choice.opened[i]]; r < x.start[choice.opened[i] + 1]; ++r) list[length++] = r;
+    for (int64_t i = 0; i < choice.opened_count; ++i) {
+        int32_t row = x.start[choice.opened[i]];
+        const int32_t end = x.start[choice.opened[i] + 1];
+        do {  // four at a time, as most cells hold; what is too much is written over
+            const int32_t four[4] = {row, row + 1, row + 2, row + 3};
+            std::memcpy(list + length, four, sizeof four);
+            length += end - row < 4 ? end - row : 4;
+            row += 4;
+        } while (row < end);
+    }
     for (int i = 0; i < kLanes; ++i) list[length + i] = 0;
     return length;
 }
@@ -324,6 +357,43 @@ SPARSIFINER_INLINE float softmax_both(float* a, int64_t a_count, float* b, int64
     return 1 / sum_lanes(sum);
 }
 
+// Attention of queries that share a list of rows, to `out` [members, width].
+inline void attend_tile(const CellHead& x, const float* queries, int64_t members, const int32_t* list, int64_t count,
+                        const TileScratch& s, float* out) {
+    const int64_t lanes = round_up(members, kLanes), width = x.width;
+    transpose_into_lanes(queries, members, width, lanes, s.queries);
+    product<false>(count, width, lanes, [&](int64_t j) { return x.keys + list[j] * width; }, 1, {s.queries, lanes}, s.weights,
+                   lanes, false);
+    alignas(64) float share[kTileLanes];
+    for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+        Vec highest = splat(-__builtin_inff()), sum{};
+        for (int64_t j = 0; j < count; ++j) {
+            float* at = s.weights + j * lanes + lane;
+            const Vec logit = load(at) + x.bias[list[j]];
+            store(at, logit);
+            highest = larger(logit, highest);
+        }
+        int64_t j = 0;
+        for (; j + 4 <= count; j += 4) {  // four at a time keep the multipliers busy
+            Vec terms[4];
+            for (int i = 0; i < 4; ++i) terms[i] = exp_nonpositive(load(s.weights + (j + i) * lanes + lane) - highest);
+            for (int i = 0; i < 4; ++i) store(s.weights + (j + i) * lanes + lane, terms[i]);
+            sum += (terms[0] + terms[1]) + (terms[2] + terms[3]);
+        }
+        for (; j < count; ++j) {
+            float* at = s.weights + j * lanes + lane;
+            const Vec term = exp_nonpositive(load(at) - highest);
+            store(at, term);
+            sum += term;
+        }
+        store(share + lane, 1.0f / sum);
+    }
+    product_sliced<true>(members, count, width, [&](int64_t t) { return s.weights + t; }, lanes, {x.values, width, list}, out,
+                         width, false, kValueSlice);
+    for (int64_t t = 0; t < members; ++t)
+        for (int64_t c = 0; c < width; c += kLanes) store(out + t * width + c, load(out + t * width + c) * share[t]);
+}
+
 // A list of rows as the ascending numbers of tokens and cells that callers know.
 SPARSIFINER_INLINE void write_numbers(const OpenCells& f, const CellHead& x, const int32_t* list, int64_t length, int64_t at) {
     const int64_t n = f.shape.tokens, all = n + f.cells.count;
@@ -351,7 +421,7 @@ Status open_head(const OpenCells& f, int64_t b, int64_t h, int64_t part, int64_t
     const bool shared = f.groups.size > 1;
     const int64_t block = shared ? kTileBlock : kQueryBlock, rows = block * f.groups.size;
     const int64_t room = round_up(n + cells.count, kLanes) + 2 * kLanes;
-    int32_t* tokens = take<int32_t>(kTokens, rows);
+    int32_t* tokens = take<int32_t>(kTokens, rows + f.groups.size);
     float* queries = take<float>(kQueries, rows * width);
     float* mean = take<float>(kMean, block * width);
     float* products = take<float>(kScores, block * x.padded);
@@ -375,9 +445,10 @@ Status open_head(const OpenCells& f, int64_t b, int64_t h, int64_t part, int64_t
         begin[0] = 0;
         for (int64_t i = 0; i < groups; ++i) begin[i + 1] = begin[i] + present(f.groups, g + i, inverse, tokens + begin[i]);
         const int64_t count = begin[groups];
-        for (int64_t t = 0; t < count; ++t) {
-            load_row(f.q, b, h, tokens[t], s.head_dim, width, f.scale, queries + t * width);
-            if (tokens[t] + count < n) prefetch_row(f.q, b, h, tokens[t] + count, s.head_dim);  // the next, most likely
+        for (int64_t t = 0; t < count; ++t) load_row(f.q, b, h, tokens[t], s.head_dim, width, f.scale, queries + t * width);
+        for (int64_t i = g + groups; i < g + 2 * groups && i < last; ++i) {  // those of the next block
+            const int64_t next = present(f.groups, i, inverse, tokens + count);
+            for (int64_t t = 0; t < next; ++t) prefetch_row(f.q, b, h, tokens[count + t], s.head_dim);
         }
         const float* asked = queries;
         if (shared) {
@@ -403,14 +474,9 @@ Status open_head(const OpenCells& f, int64_t b, int64_t h, int64_t part, int64_t
             if (f.lists) {
                 write_numbers(f, x, own, length, (b * s.heads + h) * f.groups.count + g + i);
             } else if (shared) {
-                std::memset(out + t * width, 0, (size_t)(members * width) * sizeof(float));
-                for (int64_t m = 0; m < members; m += kTileLanes) {
-                    const int64_t here = members - m < kTileLanes ? members - m : kTileLanes;
-                    TileFacts about;
-                    weigh_tile(queries + (t + m) * width, tokens + t + m, here, x.keys, width, own, length, false, nullptr,
-                               tile, about, x.bias);
-                    sum_tile(tile.weights, tokens + t + m, here, x.values, width, own, length, 0, out + (t + m) * width);
-                }
+                for (int64_t m = 0; m < members; m += kTileLanes)
+                    attend_tile(x, queries + (t + m) * width, members - m < kTileLanes ? members - m : kTileLanes, own, length,
+                                tile, out + (t + m) * width);
             } else {
                 lengths[t] = length;
                 stand(x, choice, cells.levels, cells.closed, row, scratch.scores);
@@ -445,7 +511,30 @@ Status open_head(const OpenCells& f, int64_t b, int64_t h, int64_t part, int64_t
     return kDone;
 }
 
+// The kernels follow these numbers wherever they lead.
+inline bool consistent(const OpenCells& f) {
+    const Cells& c = f.cells;
+    const int64_t patches = f.shape.tokens - f.shape.prefix, images = c.of_image ? f.shape.batch : 1;
+    bool good = c.levels > 0 && c.starts[0] == 0 && c.starts[c.levels] == c.count;
+    for (int64_t l = 0; l < c.levels; ++l) good = good && c.starts[l] < c.starts[l + 1];
+    if (!good) return false;
+    for (int64_t i = 0; i < images * patches; ++i) good = good && c.of[i] >= 0 && c.of[i] < c.starts[1];
+    for (int64_t l = 0; l < c.levels; ++l) {
+        const bool last = l + 1 == c.levels;
+        for (int32_t i = c.starts[l]; i < c.starts[l + 1]; ++i)
+            good = good && (last ? c.parent[i] == -1 : c.parent[i] >= c.starts[l + 1] && c.parent[i] < c.starts[l + 2]);
+    }
+    for (int64_t i = 0; i < f.groups.count * f.groups.size; ++i) {
+        const int32_t m = f.groups.members[i];
+        good = good && (m == -1 || (m >= f.shape.prefix && m < f.known));
+    }
+    for (int64_t i = 0; f.positions && i < f.shape.batch * f.shape.tokens; ++i)
+        good = good && f.positions[i] >= 0 && f.positions[i] < f.known;
+    return good;
+}
+
 Status open_cells(const OpenCells& f) {
+    if (!consistent(f)) return kBadCells;
     const int64_t parts = parts_of(f.shape, f.threads, f.groups.count);
     return for_heads(f.shape, f.threads, parts, [&](int64_t b, int64_t h, int64_t part) {
         return f.shape.head_dim == 64 ? open_head<64 / kLanes>(f, b, h, part, parts) : open_head<0>(f, b, h, part, parts);

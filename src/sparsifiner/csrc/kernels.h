@@ -127,7 +127,7 @@ struct Backward {
 };
 
 // 0, or what went wrong.
-enum Status { kDone = 0, kNoMemory = 1, kBadList = 2 };
+enum Status { kDone = 0, kNoMemory = 1, kBadList = 2, kBadCells = 3 };
 
 struct Kernels {
     const char* name;

@@ -119,9 +119,13 @@ SPARSIFINER_INLINE Vec sum_each(const Vec rows[kLanes]) {
 // e^x for x <= 0 (and NaN, which stays NaN): 2^n e^r with |r| <= ln(2) / 2, Cephes' polynomial, about one unit in the
 // last place. Below the smallest normal result it gives zero.
 SPARSIFINER_INLINE Vec exp_nonpositive(Vec x) {
+#if defined(__AVX512F__)
+    const Vec whole = (Vec)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
+#else
     const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
     const Vec shifted = x * 1.44269504088896341f + magic;
     const Vec whole = shifted - magic;
+#endif
     Vec r = x - whole * 0.693359375f;
     r = r - whole * -2.12194440e-4f;
     Vec p = splat(1.9875691500e-4f);
@@ -131,9 +135,14 @@ SPARSIFINER_INLINE Vec exp_nonpositive(Vec x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
+#if defined(__AVX512F__)
+    const __mmask16 seen = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.33654f), _CMP_NLT_UQ);
+    return (Vec)_mm512_maskz_scalef_ps(seen, (__m512)p, (__m512)whole);
+#else
     const UVec exponent = ((UVec)shifted << 23) + (127u << 23);
     const Vec result = p * (Vec)exponent;
     return x < -87.33654f ? Vec{} : result;
+#endif
 }
 
 // Bit i is set where lane i of the comparison's result is.

@@ -13,6 +13,7 @@ are always opened. All cells opened is dense attention.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -133,6 +134,10 @@ class Cells:
         ones = torch.ones_like(self.of)[:, None, :, None]
         return self._sums(ones)[:, 0, :, 0]
 
+    def left(self, places: Tensor) -> Cells:
+        """Where tokens have been dropped: the cells of those that are left, at ``places`` ``[batch, patches]``."""
+        return dataclasses.replace(self, of=self.of[0][places])
+
     def pool(self, patches: Tensor) -> Tensor:
         """Means over the cells: ``[batch, heads, patches, d]`` to ``[batch, heads, count, d]``; zero where empty."""
         return self._sums(patches) / self.sizes.clamp(min=1)[:, None, :, None]
@@ -172,21 +177,13 @@ class Cells:
         return finer.new_zeros(*finer.shape[:2], width, finer.shape[3]).index_add(2, parent, finer)
 
 
-def cut_cells(
-    grid: tuple[int, int],
-    cells: Sequence[tuple[int, int]],
-    num_prefix: int,
-    device: torch.device,
-    positions: Tensor | None = None,
-) -> Cells:
+def cut_cells(grid: tuple[int, int], cells: Sequence[tuple[int, int]], device: torch.device) -> Cells:
     """Cuts a grid into cells from the top left corner; the last ones are smaller where they do not divide it.
 
     Args:
         grid: rows and columns of patches.
         cells: rows and columns of a cell of each level, finest first.
-        num_prefix: tokens before the patches.
         device: of the result.
-        positions: ``[batch, n]`` where tokens have been dropped: the places of those that are left.
     """
     sides = [(-(-grid[0] // rows), -(-grid[1] // columns)) for rows, columns in cells]
     starts = tuple(itertools.accumulate([down * across for down, across in sides], initial=0))
@@ -201,8 +198,7 @@ def cut_cells(
         ratio = (coarse[0] // fine[0], coarse[1] // fine[1])
         parents.append(numbers(sides[level], ratio, starts[level + 1], sides[level + 1][1]))
     parents.append(torch.full((starts[-1] - starts[-2],), -1, device=device))
-    here = of[None] if positions is None else of[positions[:, num_prefix:].long() - num_prefix]
-    return Cells(here, torch.cat(parents), starts)
+    return Cells(of[None], torch.cat(parents), starts)
 
 
 @torch.library.custom_op("sparsifiner::open_cells", mutates_args=())
@@ -398,6 +394,27 @@ class Opening:
         )
 
 
+# Of a whole grid: levels, cells and groups of queries, with small numbers as the kernels read them.
+_Whole = tuple[Levels, Cells, Tensor]
+
+
+def _whole(opening: Opening, device: torch.device) -> _Whole:
+    """What does not depend on images; remembered, for making it takes as long as a small layer."""
+    if torch.compiler.is_compiling():
+        return _make_whole(opening, device)
+    with torch.inference_mode(False):  # whoever comes next may want gradients
+        return _remembered(opening, device)
+
+
+def _make_whole(opening: Opening, device: torch.device) -> _Whole:
+    levels = opening.levels()
+    cells = cut_cells(opening.grid, opening.cells, device)
+    return levels, cells, query_groups(opening.grid, opening.num_prefix, opening.tile, device)
+
+
+_remembered = functools.lru_cache(maxsize=64)(_make_whole)
+
+
 def connect(
     q: Tensor,
     k: Tensor,
@@ -420,12 +437,13 @@ def connect(
         backend: what computes it.
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    levels, prefix = opening.levels(), opening.num_prefix
-    cells = cut_cells(opening.grid, opening.cells, prefix, q.device, positions)
+    prefix = opening.num_prefix
+    levels, cells, members = _whole(opening, q.device)
+    if positions is not None:
+        cells = cells.left(positions[:, prefix:].long() - prefix)
     settings = (prefix, scale, opening.tolerance, opening.closed, levels.longest)
     about = (q.detach(), k.detach(), v.detach(), cells.of, cells.parent, cells.starts, levels.opened)
     if positions is None:
-        members = query_groups(opening.grid, prefix, opening.tile, q.device)
         native = dispatch.resolve(backend, q) is cpu
         lists = (cpu.open_cells if native else open_cells)(*about, members, None, *settings)
     else:  # a tile has other members in every image, so that each query is its own group
@@ -461,10 +479,10 @@ def fused(
 ) -> Tensor:
     """`connect` and `cell_attention` in one call of the fused CPU kernels, for inference; not differentiable."""
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
-    levels, prefix = opening.levels(), opening.num_prefix
-    cells = cut_cells(opening.grid, opening.cells, prefix, q.device, positions)
-    members = query_groups(opening.grid, prefix, opening.tile, q.device)
-    settings = (prefix, scale, opening.tolerance, opening.closed)
+    levels, cells, members = _whole(opening, q.device)
+    if positions is not None:
+        cells = cells.left(positions[:, opening.num_prefix :].long() - opening.num_prefix)
+    settings = (opening.num_prefix, scale, opening.tolerance, opening.closed)
     about = (q.detach(), k.detach(), v.detach(), cells.of, cells.parent, cells.starts, levels.opened)
     return cpu.fused_cells(*about, members, positions, *settings)
 

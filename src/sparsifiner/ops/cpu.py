@@ -640,54 +640,38 @@ def _open(
     batch, heads, n, head_dim = q.shape
     if not (q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype):
         raise BackendError(f"queries, keys and values differ: {[(tuple(x.shape), x.dtype) for x in (q, k, v)]}")
+    if of.shape not in ((1, n - num_prefix), (batch, n - num_prefix)):
+        raise BackendError(f"cells must be of [1 or {batch}, {n - num_prefix}] patches, got {tuple(of.shape)}")
+    if positions is not None and positions.shape != (batch, n):
+        raise BackendError(f"positions must be [{batch}, {n}], got {tuple(positions.shape)}")
     q, k, v = _rows(q), _rows(k), _rows(v)
     of, parent, members = (x.int().contiguous() for x in (of, parent, members))
-    numbers = torch.tensor([*starts, *opened], dtype=torch.int32)
-    _check_cells(of, parent, numbers, len(opened), batch, n - num_prefix)
     where = None if positions is None else positions.int().contiguous()
     known = n if where is None else int(max(where.max(), members.max())) + 1
-    if where is not None and (where.shape != (batch, n) or int(where.min()) < 0):
-        raise BackendError(f"positions must be [{batch}, {n}] numbers of tokens")
-    native().open_cells(
-        (batch, heads, n, head_dim, 0, num_prefix),
-        _view(q),
-        _view(k),
-        _view(v),
-        _view(out),
-        native().Cells(
+    try:
+        native().open_cells(
+            (batch, heads, n, head_dim, 0, num_prefix),
+            _view(q),
+            _view(k),
+            _view(v),
+            _view(out),
             of.data_ptr(),
             0 if of.shape[0] == 1 else of.shape[1],
             parent.data_ptr(),
-            numbers.data_ptr(),
-            numbers[len(starts) :].data_ptr(),
-            len(opened),
             parent.shape[0],
+            list(starts),
+            list(opened),
             closed,
-        ),
-        _groups(members, known, num_prefix),
-        0 if where is None else where.data_ptr(),
-        known,
-        scale,
-        tolerance,
-        *written,
-        torch.get_num_threads(),
-    )
-
-
-def _check_cells(of: Tensor, parent: Tensor, numbers: Tensor, levels: int, batch: int, patches: int) -> None:
-    """The kernels follow these numbers wherever they lead."""
-    starts = numbers[: levels + 1].tolist()
-    good = numbers.shape[0] == 2 * levels + 1 and starts[0] == 0 and sorted(set(starts)) == starts
-    good = good and starts[-1] == parent.shape[0] and of.shape in ((1, patches), (batch, patches))
-    good = good and bool(((of >= 0) & (of < starts[1])).all())
-    for level in range(levels if good else 0):
-        part = parent[starts[level] : starts[level + 1]]
-        if level == levels - 1:
-            good = good and bool((part == -1).all())
-        else:
-            good = good and bool(((part >= starts[level + 1]) & (part < starts[level + 2])).all())
-    if not good:
-        raise BackendError("cells, their parents and their levels do not belong together")
+            native().Groups(members.data_ptr(), *members.shape),
+            0 if where is None else where.data_ptr(),
+            known,
+            scale,
+            tolerance,
+            *written,
+            torch.get_num_threads(),
+        )
+    except ValueError as error:  # numbers that lead out of the tensors
+        raise BackendError(str(error)) from None
 
 
 @register_flop_formula(torch.ops.sparsifiner.cpu_open_cells)
