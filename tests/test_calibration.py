@@ -264,3 +264,13 @@ def test_a_dense_model_and_a_bad_ridge_are_refused(vit, student):
 def test_batches_keep_the_order():
     images = natural(5)
     assert torch.equal(torch.cat(list(as_batches(images, 2))), images)
+
+
+def test_cells_need_no_calibration(vit, photos):
+    for student in (
+        sp.sparsify(vit, sp.SparseConfig(0.3, pattern="cells")),
+        sp.sparsify(vit, sp.SparseConfig(0.3, n_down=5)),
+    ):
+        sp.reconfigure(student, pattern="cells")
+        with pytest.raises(ConfigError, match="there is nothing to calibrate, use the model as it is"):
+            sp.calibrate(student, photos)

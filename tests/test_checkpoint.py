@@ -66,7 +66,7 @@ def test_predictors_only(student, host, images, tmp_path):
     sp.save(student, path, host_weights=False)
     with safe_open(path, "pt") as file:
         assert all(".predictor." in name for name in file.keys())  # noqa: SIM118
-    with pytest.raises(CheckpointError, match="holds predictors only: pass the host"):
+    with pytest.raises(CheckpointError, match="holds no weights of the host: pass the one"):
         sp.load(path)
     host.load_state_dict(sp.restore(student).state_dict())
     assert torch.equal(sp.load(path, model=host)(images), student(images))
@@ -242,7 +242,7 @@ def test_predictors_that_come_with_the_package(name):
     host = timm.create_model(name, pretrained=False).eval()
     student = sp.load(name, model=host)
     assert all(torch.equal(tensor, student.state_dict()[key]) for key, tensor in host.state_dict().items())
-    with pytest.raises(CheckpointError, match="holds predictors only"):
+    with pytest.raises(CheckpointError, match="holds no weights of the host"):
         sp.load(name)
 
 
@@ -341,3 +341,51 @@ def test_predictors_that_are_not_there(digits_file):
     save_file(tensors, digits_file, metadata=about)
     with pytest.raises(CheckpointError, match=r"lacks the predictor of blocks\.2\.attn"):
         sp.load(digits_file)
+
+
+@pytest.mark.parametrize("host_weights", [True, False])
+def test_a_model_made_for_cells(images, tmp_path, host_weights):
+    model = sharpen(timm.create_model(NAME, depth=2, img_size=80, num_classes=7))
+    student = sp.sparsify(model, sp.SparseConfig(0.3, pattern="cells", tile=(2, 2), dense=[1])).eval()
+    path = tmp_path / "cells.safetensors"
+    sp.save(student, path, host_weights=host_weights)
+    assert describe(path)["grids"] == [[5, 5], [5, 5]]
+    again = sp.load(path, model=model)
+    assert torch.equal(again(images), student(images))
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert sp.config_of(again) == sp.config_of(student)
+    if not host_weights:
+        with pytest.raises(CheckpointError, match="holds no weights of the host"):
+            sp.load(path)
+
+
+def test_cells_beside_predictors(student, host, images, tmp_path):
+    sp.reconfigure(student, pattern="cells", keep=0.3)
+    sp.save(student.eval(), path := tmp_path / "both.safetensors")
+
+    def one_level(about):  # as it was written before there were several
+        about["config"]["cell"] = about["config"].pop("cells")[0]
+        del about["config"]["refine"]
+
+    rewrite(path, one_level)
+    again = sp.load(path, model=host)
+    assert torch.equal(again(images), student(images))
+    for model in (again, student):
+        sp.reconfigure(model, pattern="learned")
+    assert torch.equal(again(images), student(images))
+
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys() if not name.endswith("1.attn.predictor.w_up")}  # noqa: SIM118
+        save_file(tensors, path, metadata=file.metadata())
+    with pytest.raises(CheckpointError, match=r"lacks the predictor of blocks\.1\.attn"):
+        sp.load(path, model=host)
+
+
+def test_a_file_that_says_learned_and_holds_no_predictors(host, tmp_path):
+    sp.save(sp.sparsify(host, sp.SparseConfig(0.3, n_down=6, pattern="cells")), path := tmp_path / "a.safetensors")
+    rewrite(path, lambda about: about["config"].update(pattern="learned"))
+    with pytest.raises(CheckpointError, match=r"lacks the predictor of blocks\.0\.attn"):
+        sp.load(path, model=host)
+    rewrite(path, lambda about: about.update(grids=[[5, 5]]))
+    with pytest.raises(CheckpointError, match="a model with 1 attention layers, this one has 2"):
+        sp.load(path, model=host)

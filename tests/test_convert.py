@@ -120,3 +120,57 @@ def test_moving_the_student_moves_the_host_module(vit, photos):
     student = sp.sparsify(vit, sp.SparseConfig(0.2, n_down=5)).double()
     with sp.dense_mode(student):
         assert student(photos.double()).dtype == torch.float64
+
+
+CELLS = sp.SparseConfig(0.3, pattern="cells")
+
+
+def test_a_model_made_for_cells_is_the_host_and_no_more(vit, photos):
+    student = sp.sparsify(vit, CELLS)  # whose n_down of 32 is more than the 25 patches
+    assert student.state_dict().keys() == vit.state_dict().keys()
+    assert not any(layer.has_predictor for layer in sparse_layers(student))
+    with pytest.raises(ConfigError, match="made with pattern='cells' and has no predictors"):
+        _ = sparse_layers(student)[0].predictor
+    assert not torch.equal(student(photos), vit(photos))
+    assert torch.equal(sp.restore(student)(photos), vit(photos))
+    sp.reconfigure(student, keep=1.0, n_down=3, tile=(2, 2))  # there is nothing that fixes n_down
+    assert torch.equal(student(photos), vit(photos))
+
+
+def test_copies_pickles_and_replicas_of_a_model_made_for_cells(vit, photos):
+    student = sp.sparsify(vit, CELLS)
+    expected = student(photos)
+    buffer = io.BytesIO()
+    torch.save(student, buffer)
+    buffer.seek(0)
+    replica = sparse_layers(student)[0]._replicate_for_data_parallel()
+    assert not replica.has_predictor
+    for twin in (copy.deepcopy(student), torch.load(buffer, weights_only=False), torch.nn.DataParallel(student)):
+        assert torch.equal(twin(photos), expected)
+
+
+@pytest.mark.parametrize("pattern", ["learned", "window", "linformer"])
+def test_a_model_made_for_cells_takes_no_other_pattern(vit, photos, pattern):
+    student = sp.sparsify(vit, CELLS)
+    expected = student(photos)
+    with pytest.raises(ConfigError, match=f"pattern='{pattern}' asks predictors.*sparsify the dense model anew"):
+        sp.reconfigure(student, pattern=pattern, tokens=sp.TokenConfig(0.5))
+    assert sp.config_of(student) == CELLS
+    assert torch.equal(student(photos), expected)  # no tokens are dropped either
+
+
+def test_a_model_with_predictors_keeps_them_while_it_opens_cells(vit, photos):
+    student = sp.sparsify(vit, sp.SparseConfig(0.3, n_down=5))
+    expected = student(photos)
+    sp.reconfigure(student, pattern="cells")
+    assert torch.equal(student(photos), sp.sparsify(vit, CELLS)(photos))
+    sp.reconfigure(student, pattern="learned")
+    assert torch.equal(student(photos), expected)
+
+
+def test_a_model_made_for_cells_drops_tokens_and_is_counted(vit, photos):
+    student = sp.sparsify(vit, CELLS.replace(tokens=sp.TokenConfig(0.5)))
+    student(photos)
+    count = sp.count_flops(student, photos, convention="measured")
+    assert 0 < count.mhsa < count.dense_attention
+    assert sp.tune(student, photos, seconds=0.001).tokens == 26

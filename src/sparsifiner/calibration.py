@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsifiner.convert import conversion_of, dense_mode, sparse_layers
+from sparsifiner.convert import Conversion, conversion_of, dense_mode, sparse_layers
 from sparsifiner.data.batches import as_batches
 from sparsifiner.errors import ConfigError, DataError
 from sparsifiner.inspect.observe import observing
@@ -105,11 +105,12 @@ def calibrate(
             how many more are done.
 
     Raises:
+        ConfigError: the model opens cells, which needs no calibration.
         DataError: no images, not finite, or not of the model's size.
     """
     if not ridge > 0:
         raise ConfigError(f"ridge must be more than 0, got {ridge!r}")
-    record = conversion_of(student)
+    record = _predicting(student)
     record.grid.begin(record.host.grid(student).size)  # the model's own, whatever image came last
     source = list(images) if isinstance(images, Iterator) else images  # an iterator could not be read again
     start = time.perf_counter()
@@ -137,9 +138,17 @@ def fit_attention(
     progress: Progress | None = None,
 ) -> None:
     """The first step alone: ``w_up`` by ridge regression of the true attention, prefix keys included."""
-    record = conversion_of(student)
+    record = _predicting(student)
     record.grid.begin(record.host.grid(student).size)
     _fit_attention(student, images, ridge, progress, None)
+
+
+def _predicting(student: nn.Module) -> Conversion:
+    """The record of a converted model, or an error if there is nothing to fit."""
+    record = conversion_of(student)
+    if not record.config.asks_predictor:
+        raise ConfigError("pattern='cells' asks no predictor: there is nothing to calibrate, use the model as it is")
+    return record
 
 
 def _fit_attention(student, images, ridge: float, progress: Progress | None, held: _Held | None) -> int:

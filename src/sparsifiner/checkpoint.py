@@ -15,7 +15,15 @@ from torch import nn
 
 from sparsifiner import __version__
 from sparsifiner.config import SparseConfig
-from sparsifiner.convert import conversion_of, converted, find_host, sparse_layers, sparsify, warn_of_bfloat16
+from sparsifiner.convert import (
+    conversion_of,
+    converted,
+    find_host,
+    reconfigure,
+    sparse_layers,
+    sparsify,
+    warn_of_bfloat16,
+)
 from sparsifiner.errors import CheckpointError, ConfigError, reason_of
 from sparsifiner.files import parse_json, replacing
 from sparsifiner.hosts import OPTIONAL, table
@@ -39,8 +47,8 @@ def save(
     Args:
         student: a converted model.
         path: where to; by custom ``….safetensors``.
-        host_weights: with them, `load` needs nothing else; without, the file holds the predictors only and
-            `load` needs the host model.
+        host_weights: with them, `load` needs nothing else; without, the file holds the settings and what was added to
+            the host, its predictors, and `load` needs the host model.
         dtype: store the weights in this type, such as ``torch.bfloat16`` for half the size; `load` gives them back
             the type they have in the model.
 
@@ -49,6 +57,7 @@ def save(
     """
     student = merged(converted(student))
     record = conversion_of(student)
+    own = record.host.grid(student).size
     state = {name: tensor for name, tensor in student.state_dict().items() if host_weights or _is_ours(name)}
     if foreign := next((name for name, value in state.items() if not _is_plain(value)), None):
         raise CheckpointError(f"{foreign} is no plain tensor and cannot be saved: quantise after loading, not before")
@@ -63,7 +72,7 @@ def save(
         "host": record.host_name,
         "model_class": type(student).__name__,
         "model": record.host.describe(student),
-        "grids": [list(layer.predictor.grid) for layer in sparse_layers(student)],
+        "grids": [list(layer.predictor.grid if layer.has_predictor else own) for layer in sparse_layers(student)],
         "host_weights": host_weights,
         "dtypes": {name: _dtype_name(state[name]) for name in tensors if tensors[name].dtype != state[name].dtype},
     }
@@ -92,18 +101,13 @@ def load(path: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.
     if model is None:
         if not description["host_weights"]:
             raise CheckpointError(
-                f"{path} holds predictors only: pass the host they belong to, load(path, model=...) "
+                f"{path} holds no weights of the host: pass the one it belongs to, load(path, model=...) "
                 f"({_host_name(description)})"
             )
         model = _build(description, tensors, path)
     else:
         _check_host(model, description, path)
-    grids = [(rows, columns) for rows, columns in description["grids"]]
-    _check_predictors(model, config, grids, tensors, path)
-    student = sparsify(model, config)
-    layers = sparse_layers(student)
-    for layer, grid in zip(layers, grids, strict=True):
-        layer.predictor.rebase(grid)
+    student = _convert(model, config, description, tensors, path)
     if description["host_weights"] and "dtypes" in description:  # version 0.1 did not say, and meant the host's own
         if not isinstance(description["dtypes"], dict):
             raise CheckpointError(f"{path}: its description is damaged: dtypes is no object")
@@ -290,6 +294,27 @@ def _build(description: dict[str, Any], tensors: dict[str, torch.Tensor], path: 
         raise CheckpointError(f"{path}: {error}") from None
 
 
+def _convert(
+    model: nn.Module, config: SparseConfig, description: dict[str, Any], tensors: dict[str, torch.Tensor], path: Any
+) -> nn.Module:
+    """The host with layers as the file has them, not yet filled; with predictors for cells too, if it holds some."""
+    grids = [(rows, columns) for rows, columns in description["grids"]]
+    sites = list(find_host(model).sites(model))
+    if len(grids) != len(sites):
+        raise CheckpointError(
+            f"{path} is of a model with {len(grids)} attention layers, this one has {len(sites)}: made with other "
+            "arguments? Make it as it was and pass model=..."
+        )
+    if not config.asks_predictor and not any(".predictor." in name for name in tensors):
+        return sparsify(model, config)
+    _check_predictors(model, config, grids, tensors, path)
+    student = sparsify(model, config if config.asks_predictor else config.replace(pattern="learned"))
+    for layer, grid in zip(sparse_layers(student), grids, strict=True):
+        layer.predictor.rebase(grid)
+    reconfigure(student, pattern=config.pattern)
+    return student
+
+
 def _check_predictors(
     model: nn.Module,
     config: SparseConfig,
@@ -300,11 +325,6 @@ def _check_predictors(
     """An error unless the file's predictors are what its settings and grids say: memory is made for what these say."""
     host = find_host(model)
     sites, grid = list(host.sites(model)), host.grid(model)
-    if len(grids) != len(sites):
-        raise CheckpointError(
-            f"{path} is of a model with {len(grids)} attention layers, this one has {len(sites)}: made with other "
-            "arguments? Make it as it was and pass model=..."
-        )
     for site, (rows, columns) in zip(sites, grids, strict=True):
         name = f"{site.name}.predictor.w_up"
         expected = (site.num_heads, config.n_down, grid.num_prefix + rows * columns)

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import numbers
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -108,7 +109,8 @@ class SparseConfig:
             ``"bigbird"`` take the same B keys for every image, to compare with; ``"linformer"`` takes none and leaves
             everything to the low-rank attention. ``"cells"`` asks no predictor either: the means of the keys in each
             cell of the grid say which cells are opened, as many as hold B keys, and with ``residual`` every other cell
-            stands for its keys as one token. It needs no calibration, and of the above ``keep`` and ``tile`` only.
+            stands for its keys as one token. It needs no calibration, and of the above ``keep`` and ``tile`` only; a
+            model made so has no predictors, and cannot take another pattern later.
         cells: for ``pattern="cells"``, the rows and columns of patches in a cell of each level, finest first: the cells
             of a level hold whole cells of the one before.
         refine: the share of a coarser level's cells that are opened into finer ones.
@@ -177,6 +179,11 @@ class SparseConfig:
         if not isinstance(self.tokens, TokenConfig | None):
             raise ConfigError(f"tokens must be a TokenConfig or None, got {self.tokens!r}")
 
+    @property
+    def asks_predictor(self) -> bool:
+        """Whether layers need weights of their own: all patterns but cells estimate with them."""
+        return self.pattern != "cells"
+
     def keep_per_layer(self, num_layers: int) -> tuple[float, ...]:
         """Spreads ``keep`` over the layers, or says that the list does not fit."""
         if not isinstance(self.keep, Sequence):
@@ -214,6 +221,8 @@ class SparseConfig:
             raise ConfigError(f"not a config in JSON: {reason_of(error)}") from None
         if not isinstance(fields, dict) or "keep" not in fields:
             raise ConfigError("a config in JSON must be an object with at least 'keep'")
+        if "cell" in fields:  # as it was while there was one level
+            fields["cells"] = [fields.pop("cell")]
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
             raise ConfigError(f"unknown setting {unknown[0]!r} in the config: written by a newer version?")
@@ -226,6 +235,23 @@ def budget(keep: float, num_tokens: int) -> int:
     """``B = ceil(keep * n)``, the number of keys a patch query selects."""
     # The subtraction undoes binary rounding: 0.28 * 25 is 7.000000000000001 and must give 7.
     return max(1, math.ceil(keep * num_tokens - 1e-9))
+
+
+def parse_tile(text: str, what: str = "tile") -> tuple[int, int] | None:
+    """What people write for ``tile``: ``2x7``, rows by columns; ``none`` for a list per query."""
+    return None if text == "none" else _parse_sides(text, f"{what}: expected ROWSxCOLUMNS, such as 2x7")
+
+
+def parse_cells(text: str, what: str = "cells") -> tuple[tuple[int, int], ...]:
+    """What people write for ``cells``: ``2x2,4x4``, a level each, finest first."""
+    expected = f"{what}: expected ROWSxCOLUMNS of each level between commas, such as 2x2,4x4"
+    return _levels(tuple(_parse_sides(part, expected) for part in text.split(",")))
+
+
+def _parse_sides(text: str, expected: str) -> tuple[int, int]:
+    if not (sides := re.fullmatch(r"(\d{1,9})x(\d{1,9})", text, re.ASCII)):
+        raise ConfigError(f"{expected}, got {text!r}")
+    return int(sides[1]), int(sides[2])
 
 
 def _is_int(value: object) -> bool:

@@ -76,15 +76,15 @@ def suggest_config(model: nn.Module, keep: float | Sequence[float], **changes: A
 def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
     """Makes a copy of a Vision Transformer whose attention is sparse.
 
-    The copy is uncalibrated: its predictors know the geometry of the grid and nothing of the weights.
-    Call `calibrate` before using it.
+    With ``pattern="cells"`` the copy is ready to use: nothing is added to it. With any other it is uncalibrated: its
+    predictors know the geometry of the grid and nothing of the weights. Call `calibrate` before using it.
 
     Args:
         model: a model of a supported host; it is left untouched and is the natural teacher.
         config: how sparse, and how.
 
     Returns:
-        The converted copy. Host parameters keep their names; ours are added under ``….attn.predictor.``.
+        The converted copy. Host parameters keep their names; predictors are added under ``….attn.predictor.``.
 
     Raises:
         UnsupportedModelError: the model cannot be converted; the message names the reason.
@@ -175,6 +175,9 @@ def restore_in_place(dense: nn.Module) -> nn.Module:
 def reconfigure(student: nn.Module, **changes: Any) -> None:
     """Changes settings of a converted model in place: all of `SparseConfig` but ``n_down``.
 
+    A model with predictors keeps them where it takes ``pattern="cells"``; one made for cells has none, and takes no
+    other pattern.
+
     DynamicViT's networks are new, and must be trained, unless the model has had some in the same blocks.
 
     Example:
@@ -184,6 +187,8 @@ def reconfigure(student: nn.Module, **changes: Any) -> None:
     config = record.config.replace(**changes)
     layers = sparse_layers(student)
     keeps, dense = config.per_layer(len(layers))
+    for layer in layers:  # before anything is changed
+        layer.check(config)
     if config.tokens != record.config.tokens:
         install_pruning(student, record.host, record.grid, config.tokens, record.scorers)
     for layer, keep, is_dense in zip(layers, keeps, dense, strict=True):

@@ -491,3 +491,29 @@ def test_killed_and_resumed(tmp_path):
     whole, cut = (load_file(tmp_path / name / "student.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
     assert json.loads((state.newest(tmp_path / "cut") / "state.json").read_text())["step"] == 48
+
+
+@pytest.mark.parametrize("pattern", [None, "cells"])
+def test_cells_have_no_first_phase(vit, data, pattern):
+    student = sp.sparsify(vit, sp.SparseConfig(0.3, pattern="cells", tile=(2, 2)))
+    before = weights(student)
+    report = sp.distill(student, data, QUICK.replace(pattern=pattern, n_down=4))
+    assert report.steps == {2: 6}
+    assert sp.config_of(student).tile == (2, 2)
+    assert moved(student, before) == set(before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"freeze_host": True}, "freeze_host leaves nothing to learn: pattern='cells' adds no weights"),
+        ({"straight_through": True}, "straight_through trains predictors, and pattern='cells' asks none"),
+        ({"attention_weight": 1.0}, "attention_weight trains predictors"),
+        ({"phase2_epochs": 0}, "nothing to do"),
+        ({"pattern": "learned"}, "asks predictors.*sparsify the dense model anew"),
+    ],
+)
+def test_what_cells_cannot_learn(vit, data, settings, message):
+    student = sp.sparsify(vit, sp.SparseConfig(0.3, pattern="cells"))
+    with pytest.raises(ConfigError, match=message):
+        sp.distill(student, data, QUICK.replace(**settings))

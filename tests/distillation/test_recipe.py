@@ -53,6 +53,8 @@ def test_a_file_of_ones_own(tmp_path):
         ({"elastic": "0.5:0.1"}, "must ascend"),
         ({"elastic": "0.5"}, "expected LOW:HIGH"),
         ({"tile": "2"}, "expected ROWSxCOLUMNS"),
+        ({"cells": "2x2;4x4"}, "cells: expected ROWSxCOLUMNS of each level between commas, such as 2x2,4x4"),
+        ({"cells": "2x2,3x3"}, "do not hold whole cells of 2 x 2"),
         ({"tile": "²x²"}, "expected ROWSxCOLUMNS"),
         ({"tile": f"2x{'9' * 5000}"}, "expected ROWSxCOLUMNS"),
         ({"phase1_epochs": 10**400}, "phase1_epochs must be a finite number"),
@@ -109,3 +111,9 @@ def test_recipes_in_json_that_are_none(text, message):
 def test_an_augmentation_that_timm_does_not_know(vit):
     with pytest.raises(ConfigError, match="timm cannot augment images .*auto_augment 'loudly'"):
         augmentation(vit, sp.Recipe(auto_augment="loudly"))
+
+
+def test_cells_of_several_levels(vit):
+    recipe = sp.Recipe(keep=0.3, pattern="cells", cells="1x2,2x4", refine=0.25, tile="none")
+    config = config_for(recipe, vit)
+    assert (config.pattern, config.cells, config.refine, config.tile) == ("cells", ((1, 2), (2, 4)), 0.25, None)

@@ -119,7 +119,7 @@ def test_a_checkpoint_opens_with_or_without_its_host(weights, tmp_path):
     assert app.state.explorer.about["settings"]["keep"] == (0.5,) * 11 + (0.1,)
     app.state.explorer.engine.close()
     assert open_subject([str(tmp_path / "predictors.safetensors")], NAME, weights, 64).student is not None
-    with pytest.raises(SparsifinerError, match="predictors"):
+    with pytest.raises(SparsifinerError, match="no weights of the host"):
         open_subject([str(tmp_path / "predictors.safetensors")])
 
 

@@ -55,3 +55,16 @@ def test_a_report_without_images(student, tmp_path):
     assert "What it costs" not in page
     assert "26 tokens" in page
     assert "landmarks" in page
+
+
+def test_a_report_of_a_model_made_for_cells(vit, photos, tmp_path):
+    student = sp.sparsify(vit, sp.SparseConfig(0.3, pattern="cells"))
+    statistics = measure(student, photos)
+    html.write_report(tmp_path / "r.html", student, title="t", command="c", statistics=statistics, statistics_images=6)
+    page = (tmp_path / "r.html").read_text()
+    assert "the means of cells" in page
+    assert "of which predictors 0.00 M" in page
+    assert "landmarks" not in page
+    assert "coefficients" not in page
+    # 8 keys are two of the nine cells that 5 x 5 patches make.
+    assert page.count("<td>7.0</td>") == 2

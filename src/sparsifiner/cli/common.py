@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sparsifiner import config
 from sparsifiner.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,11 +98,7 @@ def parse_numbers(text: str, option: str) -> tuple[float, ...]:
 
 def parse_tile(text: str | None) -> tuple[int, int] | None:
     """``2x7``: rows by columns; ``none`` for a list per query."""
-    if text is None or text == "none":
-        return None
-    if not (sides := re.fullmatch(r"(\d{1,9})x(\d{1,9})", text, re.ASCII)):
-        raise ConfigError(f"--tile: expected ROWSxCOLUMNS, such as 2x7, got {text!r}")
-    return int(sides[1]), int(sides[2])
+    return None if text is None else config.parse_tile(text, "--tile")
 
 
 def parse_tokens(keep: float | None, method: str, fuse: bool = False, official: bool = False) -> TokenConfig | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sparsifiner.convert import conversion_of, dense_mode, reconfigure, sparse_layers
+from sparsifiner.convert import config_of, conversion_of, dense_mode, reconfigure, sparse_layers
 from sparsifiner.distillation import losses
 from sparsifiner.distillation.data import KEEP, Batch, number_from
 from sparsifiner.distillation.recipe import Recipe
@@ -64,9 +64,8 @@ def schedule(recipe: Recipe, phase: int, steps_per_epoch: int) -> Schedule:
 
 
 def learning_layers(student: nn.Module) -> list[SparseAttention]:
-    """Layers that have something to predict: those that are dense anyway do not."""
-    layers = (layer for layer in sparse_layers(student) if layer.config.pattern != "cells")  # which ask no predictor
-    return [layer for layer in layers if not layer.is_dense()]
+    """Layers that have something to predict: those that are dense anyway, or open cells, do not."""
+    return [layer for layer in sparse_layers(student) if layer.config.asks_predictor and not layer.is_dense()]
 
 
 def predictor_names(student: nn.Module) -> set[str]:
@@ -83,8 +82,7 @@ def learns(student: nn.Module, recipe: Recipe, phase: int, trainable: set[str]) 
     layers = learning_layers(student)
     if phase == 1 and not layers:
         raise ConfigError(
-            "every layer is dense at this keep rate, or opens cells, which needs no predictor: there is nothing to "
-            "learn to predict, set phase1_epochs = 0"
+            "every layer is dense at this keep rate: there is nothing to learn to predict, set phase1_epochs = 0"
         )
     if phase == 2 and recipe.token_method == "evit":  # a budget can cover all tokens that are left
         seen = dict(zip(sparse_layers(student), layer_tokens(student), strict=True))
@@ -96,9 +94,14 @@ def learns(student: nn.Module, recipe: Recipe, phase: int, trainable: set[str]) 
     if recipe.freeze_host:
         host = {name for name in host if _scores(name)}
     # Which keys are kept is not differentiable: without one of these the predictors have no gradient.
-    used = recipe.residual or recipe.pattern == "linformer"
+    config = config_of(student)
+    used = recipe.residual or config.pattern == "linformer"
     reached = used or recipe.straight_through or recipe.attention_weight > 0
     found = host | predictors if reached else host
+    if not found and not config.asks_predictor:
+        raise ConfigError(
+            "freeze_host leaves nothing to learn: pattern='cells' adds no weights to the model, so train without it"
+        )
     if not found:
         raise ConfigError(
             "freeze_host leaves phase 2 nothing to learn: in the paper's form predictors have no gradient. Use the "

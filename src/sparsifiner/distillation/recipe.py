@@ -10,13 +10,12 @@ import dataclasses
 import json
 import math
 import os
-import re
 import sys
 import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from sparsifiner.config import SparseConfig, TokenConfig
+from sparsifiner.config import SparseConfig, TokenConfig, parse_cells, parse_tile
 from sparsifiner.errors import ConfigError, reason_of
 from sparsifiner.files import parse_json
 
@@ -44,9 +43,19 @@ class Recipe:
     basis_threshold: float | None = _option(
         None, "Basis entries up to this count as zero; 2 / tokens if not given.", low=0
     )
-    tile: str | None = _option(None, "Share lists in tiles of the grid, such as 2x2.")
-    pattern: Literal["learned", "window", "axial", "strided", "bigbird", "linformer", "cells"] = _option(
-        "learned", "How keys are chosen; all but the first are baselines to compare with."
+    tile: str | None = _option(
+        None, "Share lists in tiles of the grid, such as 2x2; none for a list per query. The model's own if not given."
+    )
+    pattern: Literal["learned", "cells", "window", "axial", "strided", "bigbird", "linformer"] | None = _option(
+        None,
+        "How keys are chosen; those after the first two are baselines to compare with. The model's own if not given, "
+        "the paper's, learned, where it is made from a dense one.",
+    )
+    cells: str | None = _option(
+        None, "For pattern cells: their sizes, finest level first, such as 2x2,4x4. The model's own if not given."
+    )
+    refine: float | None = _option(
+        None, "For pattern cells: the share of a coarser level's cells that are opened into finer ones.", low=0, high=1
     )
     token_keep: float | None = _option(
         None, "Drop tokens too: the share of the patches that a block keeps.", low=0, high=1
@@ -136,11 +145,9 @@ class Recipe:
             object.__setattr__(self, field.name, _checked(field, getattr(self, field.name)))
         if not 0 < self.keep <= 1:
             raise ConfigError(f"keep must be a share of the keys in (0, 1], got {self.keep!r}")
-        if self.tile is not None:
-            self.tile_shape()
+        self.sparsity()
         if self.elastic is not None:
             self.elastic_range()
-        self.tokens()
         for phase in (1, 2):
             top, end = (getattr(self, f"phase{phase}_{name}learning_rate") for name in ("", "final_"))
             if end > top:
@@ -153,14 +160,6 @@ class Recipe:
             raise ConfigError("straight_through and attention_weight are two ways to train the predictors: choose one")
         if self.cache_teacher and (reason := self.varies()):
             raise ConfigError(f"cache_teacher needs images that are the same in every epoch, but {reason}")
-
-    def tile_shape(self) -> tuple[int, int] | None:
-        """``tile`` as rows and columns."""
-        if self.tile is None:
-            return None
-        if not (sides := re.fullmatch(r"(\d{1,9})x(\d{1,9})", self.tile, re.ASCII)):
-            raise ConfigError(f"tile: expected ROWSxCOLUMNS, such as 2x2, got {self.tile!r}")
-        return int(sides[1]), int(sides[2])
 
     def tokens(self) -> TokenConfig | None:
         """Which tokens are dropped."""
@@ -194,11 +193,14 @@ class Recipe:
         return None
 
     def sparsity(self) -> dict[str, Any]:
-        """Settings of `SparseConfig` that are given; the others are suggested for the model."""
-        chosen = {"n_down": self.n_down, "tau": self.tau, "basis_threshold": self.basis_threshold}
-        chosen = {name: value for name, value in chosen.items() if value is not None}
-        kind = {"pattern": self.pattern, "tokens": self.tokens()}
-        return chosen | kind | {"residual": self.residual, "tile": self.tile_shape()}
+        """Settings of `SparseConfig` that are given; the others are the model's, or suggested for it."""
+        names = ("n_down", "tau", "basis_threshold", "pattern", "cells", "refine", "tile")
+        chosen = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if self.tile is not None:
+            chosen["tile"] = parse_tile(self.tile)
+        if self.cells is not None:
+            chosen["cells"] = parse_cells(self.cells)
+        return chosen | {"tokens": self.tokens(), "residual": self.residual}
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with some settings changed, validated anew."""
@@ -245,10 +247,10 @@ def names() -> list[str]:
 
 
 def config_for(recipe: Recipe, model: Any) -> SparseConfig:
-    """The settings of the sparse model a recipe asks for."""
+    """The settings of the sparse model a recipe asks for: the paper's form, unless it says another."""
     from sparsifiner.convert import suggest_config
 
-    return suggest_config(model, recipe.keep, **recipe.sparsity())
+    return suggest_config(model, recipe.keep, **({"pattern": "learned"} | recipe.sparsity()))
 
 
 def _refuse_unknown(settings: dict[str, Any], where: str = "") -> None:

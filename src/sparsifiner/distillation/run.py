@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsifiner import checkpoint
 from sparsifiner.calibration import calibrate
-from sparsifiner.convert import conversion_of, reconfigure, restore, sparse_layers
+from sparsifiner.convert import config_of, conversion_of, reconfigure, restore, sparse_layers
 from sparsifiner.distillation import state
 from sparsifiner.distillation.data import TrainingSet, from_tensors
 from sparsifiner.distillation.log import Log
@@ -70,10 +70,11 @@ def distill(
 ) -> DistillReport:
     """Trains a converted model in two phases: its predictors, then all of it (Eq. 7-12).
 
-    Under torchrun all processes call it alike and train together.
+    A model that opens cells asks no predictors: there is no first phase, and it starts as it is. Under torchrun all
+    processes call it alike and train together.
 
     Args:
-        student: a converted model, trained in place; what a recipe says of keep, residual and tile is set.
+        student: a converted model, trained in place; what a recipe says of keep, residual, tile and the like is set.
         data: a `TrainingSet` (see `sparsifiner.distillation.data`), or images in memory, alone or with labels.
         recipe: the settings; the paper's if not given.
         teacher: the dense model; the student's own if not given.
@@ -103,12 +104,14 @@ def distill(
         training = _training_set(data, recipe)
         folder = None if out is None else Path(out)
         resumed = _checkpoint(folder, resume)
-        n_down = recipe.n_down
-        if n_down is not None and n_down != (had := sparse_layers(student)[0].predictor.n_down):
+        n_down, had = recipe.n_down, config_of(student).n_down
+        if n_down is not None and n_down != had and sparse_layers(student)[0].has_predictor:
             raise ConfigError(f"the recipe has n_down = {n_down} and the model's predictors {had} landmarks")
         dense = _teacher_model(student, teacher, recipe)
         changes = {key: value for key, value in recipe.sparsity().items() if key != "n_down"}
         reconfigure(student, keep=recipe.keep, **changes)
+        if not config_of(student).asks_predictor:
+            recipe = _without_predictors(recipe)
         if folder is not None and processes.first:
             _make(folder)
         if resumed is not None:
@@ -188,8 +191,16 @@ def _teacher_model(student: nn.Module, teacher: nn.Module | None, recipe: Recipe
     return teacher
 
 
+def _without_predictors(recipe: Recipe) -> Recipe:
+    """What is left of a recipe for a model that opens cells: the second phase."""
+    if recipe.straight_through or recipe.attention_weight:
+        name = "straight_through" if recipe.straight_through else "attention_weight"
+        raise ConfigError(f"{name} trains predictors, and pattern='cells' asks none: leave it out")
+    return recipe.replace(phase1_epochs=0)
+
+
 def _start(student: nn.Module, data: TrainingSet, recipe: Recipe, progress: Progress | None) -> None:
-    if recipe.pattern == "cells":  # asks no predictor
+    if not config_of(student).asks_predictor:
         return
     if recipe.start == "random":
         randomise(student, recipe.seed)

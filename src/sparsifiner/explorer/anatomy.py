@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from sparsifiner.config import TokenConfig
 from sparsifiner.convert import config_of, conversion_of, sparse_layers
 from sparsifiner.explorer.refusal import Refusal
+from sparsifiner.nn.attention import SparseAttention
+from sparsifiner.nn.grid import TokenGrid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Anatomy:
         image: height and width of the images it takes.
         grid: rows and columns of patches.
         prefix: names of the tokens that come before the patches.
-        basis: of each layer ``[heads, m, patches]``: ``w_up`` without the prefix.
+        basis: of each layer ``[heads, m, patches]``: ``w_up`` without the prefix; no rows without predictors.
         pattern: how keys are chosen.
         token_blocks: the blocks that drop tokens if asked to; None if this model cannot.
     """
@@ -61,7 +63,7 @@ def anatomy_of(student: nn.Module) -> Anatomy:
     first = ["class token"] if host.class_token(student) else []
     names = first + [f"extra token {number + 1}" for number in range(grid.num_prefix)]
     with torch.inference_mode():
-        basis = [layer.predictor.at(grid.size)[1][..., grid.num_prefix :].clone() for layer in sparse_layers(student)]
+        basis = [_basis(layer, grid) for layer in sparse_layers(student)]
     return Anatomy(
         image=host.image_size(student),
         grid=grid.size,
@@ -70,6 +72,12 @@ def anatomy_of(student: nn.Module) -> Anatomy:
         pattern=config_of(student).pattern,
         token_blocks=_token_blocks(student),
     )
+
+
+def _basis(layer: SparseAttention, grid: TokenGrid) -> Tensor:
+    if not layer.has_predictor:
+        return torch.empty(layer.num_heads, 0, grid.num_tokens - grid.num_prefix)
+    return layer.predictor.at(grid.size)[1][..., grid.num_prefix :].clone()
 
 
 def _token_blocks(student: nn.Module) -> tuple[int, ...] | None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from sparsifiner import __version__, checkpoint, digits
 from sparsifiner.calibration import calibrate
-from sparsifiner.convert import conversion_of, sparsify, suggest_config
+from sparsifiner.convert import config_of, conversion_of, sparsify, suggest_config
 from sparsifiner.errors import CheckpointError, ConfigError, DataError, SparsifinerError
 from sparsifiner.explorer.pictures import Lens, lens_of
 from sparsifiner.explorer.refusal import Refusal
@@ -24,6 +24,10 @@ from sparsifiner.progress import Progress
 # Where nothing else says how sparse.
 KEEP = 0.25
 CALIBRATION_IMAGES = 256
+OPENS_CELLS = (
+    "There are no predictors here: a patch opens those cells of the grid whose means say that it pays, and every other "
+    "cell stands for its keys."
+)
 
 
 @dataclasses.dataclass
@@ -70,8 +74,9 @@ def open_subject(
     size = {} if image_size is None else {"img_size": image_size}
     host = None if model is None else create_host(model, weights, **size)
     if paths and _is_checkpoint(paths[0]):
-        name = Path(paths[0]).name
-        return _subject(checkpoint.load(paths[0], model=host), name, paths[1:], [f"Predictors are those of {name}."])
+        name, student = Path(paths[0]).name, checkpoint.load(paths[0], model=host)
+        note = f"Predictors are those of {name}." if config_of(student).asks_predictor else OPENS_CELLS
+        return _subject(student, name, paths[1:], [note])
     if model is None or host is None:
         raise ConfigError(
             f"{paths[0]} is not a checkpoint (a .safetensors file, or a folder of a run): give one before the images, "

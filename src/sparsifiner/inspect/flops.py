@@ -200,7 +200,7 @@ def _scorers(student: nn.Module, grid: TokenGrid) -> int:
 def _layer(layer: SparseAttention, seen: BlockTokens, density: float, measured: LayerStatistics | None) -> LayerCount:
     """One layer, by the paper's count or as it was measured."""
     n, prefix = seen.attention, seen.prefix
-    heads, head_dim, landmarks = layer.num_heads, layer.head_dim, layer.predictor.n_down
+    heads, head_dim, landmarks = layer.num_heads, layer.head_dim, layer.config.n_down
     dim, patches, pattern = heads * head_dim, n - prefix, layer.config.pattern
     if layer.is_dense(n):
         return LayerCount(dense_layer(n, dim), 0)

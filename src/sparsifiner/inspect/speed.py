@@ -66,7 +66,7 @@ def _timing(ordered: list[float]) -> Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One attention layer's inputs and predictor weights."""
+    """One attention layer's inputs and predictor weights, of no landmarks where a model has no predictors."""
 
     q: Tensor
     k: Tensor
@@ -122,7 +122,7 @@ def _ridge(q: Tensor, k: Tensor, w_down: Tensor, prefix: int) -> Tensor:
 
 
 def problem_from(student: nn.Module, images: Tensor, layers: tuple[int, ...]) -> Problem:
-    """Real inputs: those of some layers of a calibrated model, whose heads are put side by side."""
+    """Real inputs: those of some layers of a converted model, whose heads are put side by side."""
     converted = sparse_layers(student)
     seen: dict[int, Any] = {}
     with torch.inference_mode(), dense_mode(student):
@@ -130,7 +130,8 @@ def problem_from(student: nn.Module, images: Tensor, layers: tuple[int, ...]) ->
         with observing(chosen, lambda seen_now: seen.__setitem__(id(seen_now.layer), seen_now)):
             student(images)
     first = chosen[0]
-    weights = [layer.predictor.at(layer.grid.size) for layer in chosen]
+    none = torch.empty(first.num_heads, 0, first.grid.num_tokens)
+    weights = [layer.predictor.at(layer.grid.size) if layer.has_predictor else (none, none) for layer in chosen]
     q, k, v = (torch.cat([getattr(seen[id(layer)], name) for layer in chosen], 1) for name in "qkv")
     return Problem(
         q.clone(),
@@ -141,7 +142,7 @@ def problem_from(student: nn.Module, images: Tensor, layers: tuple[int, ...]) ->
         first.grid.size,
         first.grid.num_prefix,
         first.config.tau,
-        first.basis_threshold,
+        first.basis_threshold if first.has_predictor else 0.0,
         "real",
     )
 

@@ -142,7 +142,7 @@ class _Tally:
             self.products += (used.sum(2) * entries).sum().item()
 
     def result(self) -> LayerStatistics:
-        heads, landmarks = self.layer.num_heads, self.layer.predictor.n_down
+        heads, landmarks = self.layer.num_heads, self.layer.config.n_down
         queries = self.images * self.rows
         per_head = (self.mass / queries).tolist()
         return LayerStatistics(

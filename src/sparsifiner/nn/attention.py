@@ -74,8 +74,8 @@ Core = Callable[["SparseAttention", Tensor, Tensor, Tensor], Tensor]
 class SparseAttention(StandIn):
     """Sparse attention with the parameters, names and results of the host module it replaces.
 
-    The host's submodules are its own, so the host's parameters keep their keys; ours are added under ``predictor``.
-    Where the budget covers all tokens the host module itself runs.
+    The host's submodules are its own, so the host's parameters keep their keys; ours are added under ``predictor``. A
+    layer made for cells adds none. Where the budget covers all tokens the host module itself runs.
     """
 
     ADDED = ("predictor",)
@@ -97,15 +97,32 @@ class SparseAttention(StandIn):
         self.grid = grid
         self.num_heads = num_heads
         self.head_dim = head_dim
-        self.predictor = ConnectivityPredictor(num_heads, config.n_down, grid.size, grid.num_prefix)
-        reference = next(host.parameters())
-        self.predictor.to(reference.device, reference.dtype)
+        if config.asks_predictor:
+            reference = next(host.parameters())
+            predictor = ConnectivityPredictor(num_heads, config.n_down, grid.size, grid.num_prefix)
+            self._modules["predictor"] = predictor.to(reference.device, reference.dtype)
         self._observers = PerThread(list)
         self._groups: tuple[tuple, Tensor] | None = None  # of the last grid and tile
         self._pattern: tuple[tuple, Tensor] | None = None  # of the last grid, pattern and budget
         self.core: Core | None = None  # stands in for predict-and-attend: oracles and baselines to compare with
         self.configure(config, keep, dense)
         self.complete()
+
+    @property
+    def has_predictor(self) -> bool:
+        """Whether there is one: not in a layer that was made for cells."""
+        return "predictor" in self._modules
+
+    @property
+    def predictor(self) -> ConnectivityPredictor:
+        """What says which keys matter, and estimates the others; an error where there is none."""
+        if not self.has_predictor:
+            raise ConfigError(
+                "this model was made with pattern='cells' and has no predictors: sparsify the dense model anew with "
+                "another pattern"
+            )
+        found: Any = self._modules["predictor"]
+        return found
 
     @property
     def scale(self) -> float:
@@ -118,19 +135,28 @@ class SparseAttention(StandIn):
         return self._observers.state
 
     def configure(self, config: configuration.SparseConfig, keep: float, dense: bool = False) -> None:
-        """Takes new settings; only ``n_down`` is fixed, by the shape of the parameters.
+        """Takes new settings, those that `check` lets pass.
 
         Args:
             config: of the whole model.
             keep: of this layer.
             dense: whether this layer runs dense, whatever it could keep.
         """
-        if config.n_down != self.predictor.n_down:
+        self.check(config)
+        self.config, self.keep, self.dense = config, keep, dense
+
+    def check(self, config: configuration.SparseConfig) -> None:
+        """An error if this layer cannot take these settings: its predictor fixes ``n_down``, the lack of one cells."""
+        if config.asks_predictor and not self.has_predictor:
+            raise ConfigError(
+                f"pattern={config.pattern!r} asks predictors, and this model, made with pattern='cells', has none: "
+                "sparsify the dense model anew"
+            )
+        if self.has_predictor and config.n_down != self.predictor.n_down:
             raise ConfigError(
                 f"n_down is {self.predictor.n_down} in this model's predictors and cannot become {config.n_down}: "
                 "sparsify the dense model anew"
             )
-        self.config, self.keep, self.dense = config, keep, dense
 
     def budget(self) -> int:
         """``B``: how many keys a patch query selects; a share of the whole grid, however many tokens are left."""

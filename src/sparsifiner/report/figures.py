@@ -154,8 +154,9 @@ def connections(scene: Scene, layers: Sequence[int], heads: Sequence[int]) -> An
 
 
 def three_attentions(scene: Scene, layers: Sequence[int], head: int) -> Any:
-    """(b) Full, low-rank and sparse attention of the query, on one scale a layer."""
-    titles = ("query", "full attention", "low-rank estimate", "sparse attention")
+    """(b) Full and sparse attention of the query and the estimate of the rest, on one scale a layer."""
+    estimated = "low-rank estimate" if config_of(scene.student).asks_predictor else "through standing cells"
+    titles = ("query", "full attention", estimated, "sparse attention")
     figure, panels = pyplot().subplots(
         len(layers), 4, figsize=(8, 2.05 * len(layers)), dpi=150, squeeze=False, layout="constrained"
     )
@@ -180,7 +181,7 @@ def basis(scene: Scene, layers: Sequence[int], head: int, most: int = 16) -> Any
     found = [layer for layer in layers if layer in scene.coefficients]
     if not found:
         raise ConfigError("every layer shown is dense: there is no basis to draw")
-    count = min(most, sparse_layers(scene.student)[0].predictor.n_down)
+    count = min(most, config_of(scene.student).n_down)
     figure, panels = pyplot().subplots(
         len(found), count, figsize=(0.75 * count, 0.95 * len(found)), dpi=200, squeeze=False, layout="constrained"
     )
@@ -232,7 +233,7 @@ def coefficients(scene: Scene, head: int, layers: Sequence[int]) -> Any:
 
 
 def patterns(scene: Scene, layers: Sequence[int], head: int) -> Any:
-    """(f) Fixed patterns beside the learned one, at the same number of keys."""
+    """(f) Fixed patterns beside the model's own, at the same number of keys."""
     fixed = ("window", "axial", "strided", "bigbird")
     figure, panels = pyplot().subplots(
         len(layers), len(fixed) + 1, figsize=(9, 1.95 * len(layers)), dpi=150, squeeze=False, layout="constrained"
@@ -248,7 +249,7 @@ def patterns(scene: Scene, layers: Sequence[int], head: int) -> Any:
                 axes.set_title(name, fontsize=9)
         _kept(line[-1], scene.on_grid(scene.maps[number].mask[0, head, 0]) > 0, scene)
         line[0].set_ylabel(f"layer {number}, head {head}", fontsize=8)
-    panels[0][-1].set_title("learned", fontsize=9)
+    panels[0][-1].set_title(config_of(scene.student).pattern, fontsize=9)
     return figure
 
 
@@ -357,11 +358,14 @@ def figures(
         if wrong := [number for number in chosen if not 0 <= number < count]:
             raise ConfigError(f"{what} {wrong[0]} does not exist: the model has 0 to {count - 1}")
     every = list(range(len(sparse_layers(scene.student))))
+    of_predictor: dict[str, Callable[[], Any]] = {
+        "basis": lambda: basis(scene, layers, heads[0]),
+        "coefficients": lambda: coefficients(scene, heads[0], every),
+    }
     makers: dict[str, Callable[[], Any]] = {
         "connections": lambda: connections(scene, layers, heads),
         "attentions": lambda: three_attentions(scene, layers, heads[0]),
-        "basis": lambda: basis(scene, layers, heads[0]),
-        "coefficients": lambda: coefficients(scene, heads[0], every),
+        **(of_predictor if config_of(scene.student).asks_predictor else {}),
         "patterns": lambda: patterns(scene, layers, heads[0]),
         "recall": lambda: recalls(scene.statistics, 1),
         "tokens": lambda: kept_tokens(

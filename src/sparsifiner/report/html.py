@@ -7,13 +7,14 @@ import dataclasses
 import html
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from sparsifiner import __version__
+from sparsifiner.config import SparseConfig
 from sparsifiner.convert import config_of, conversion_of, sparse_layers
 from sparsifiner.files import replacing
 from sparsifiner.inspect.compare import Row
@@ -80,49 +81,58 @@ def _about(student: nn.Module) -> str:
     tokens = (
         "all kept" if config.tokens is None else f"{config.tokens.method}, each pruning keeps {config.tokens.keep:g}"
     )
+    ours = sum(p.numel() for layer in layers if layer.has_predictor for p in layer.predictor.parameters()) / 1e6
     facts = {
         "host": f"{record.host_name}, {type(student).__name__}",
         "input": " x ".join(map(str, record.host.image_size(student)))
         + f" pixels, {record.host.grid(student).num_tokens} tokens",
         "attention": f"{len(layers)} layers of {layers[0].num_heads} heads",
         "keys kept": keep,
-        "chosen by": "the predictor" if config.pattern == "learned" else config.pattern,
-        "landmarks": config.n_down,
-        "thresholds": f"tau {config.tau:.4g}, basis {config.basis_threshold:.4g}",
-        "residual": "on" if config.residual else "off (the paper's form)",
+        "chosen by": {"learned": "the predictor", "cells": "the means of cells"}.get(config.pattern, config.pattern),
+        **_form(config),
         "tile": "a list for each query"
         if config.tile is None
         else f"{config.tile[0]} x {config.tile[1]} queries share a list",
         "tokens": tokens,
-        "parameters": f"{sum(p.numel() for p in student.parameters()) / 1e6:.2f} M, of which predictors "
-        f"{sum(p.numel() for layer in layers for p in layer.predictor.parameters()) / 1e6:.2f} M",
+        "parameters": f"{sum(p.numel() for p in student.parameters()) / 1e6:.2f} M, of which predictors {ours:.2f} M",
     }
     return "<dl>" + "".join(f"<dt>{_text(name)}</dt><dd>{_text(fact)}</dd>" for name, fact in facts.items()) + "</dl>"
 
 
-def _layers(statistics: Sequence[LayerStatistics]) -> str:
-    titles = (
-        "layer",
-        "tokens",
-        "recall",
-        "keys kept",
-        "coefficients above tau",
-        "basis above threshold",
-        "score products",
-    )
-    rows = [
-        (
-            number,
-            layer.tokens,
-            f"{layer.recall:.3f}",
-            f"{layer.kept_share:.1%}",
-            f"{layer.coefficient_density:.1%}",
-            f"{layer.basis_density:.1%}",
-            f"{layer.score_density:.1%}",
-        )
-        for number, layer in enumerate(statistics)
-    ]
-    return _table(titles, rows)
+def _form(config: SparseConfig) -> dict[str, object]:
+    """What only one way to choose keys has."""
+    if config.asks_predictor:
+        return {
+            "landmarks": config.n_down,
+            "thresholds": f"tau {config.tau:.4g}, basis {config.basis_threshold:.4g}",
+            "residual": "on" if config.residual else "off (the paper's form)",
+        }
+    levels = ", ".join(f"{rows} x {columns}" for rows, columns in config.cells)
+    refined = f"; {config.refine:g} of the coarser ones opened into finer" if len(config.cells) > 1 else ""
+    standing = "stand for their keys as one token" if config.residual else "are left out"
+    return {"cells": f"{levels} patches{refined}", "cells not opened": standing}
+
+
+def _layers(statistics: Sequence[LayerStatistics], config: SparseConfig) -> str:
+    shown: dict[str, Callable[[LayerStatistics], str]] = {
+        "tokens": lambda layer: str(layer.tokens),
+        "recall": lambda layer: f"{layer.recall:.3f}",
+        "keys kept": lambda layer: f"{layer.kept_share:.1%}",
+    }
+    if config.asks_predictor:
+        shown["coefficients above tau"] = lambda layer: f"{layer.coefficient_density:.1%}"
+        shown["basis above threshold"] = lambda layer: f"{layer.basis_density:.1%}"
+        shown["score products"] = lambda layer: f"{layer.score_density:.1%}"
+    else:
+        shown["standing cells a query"] = lambda layer: f"{_standing(layer):.1f}"
+    rows = [(number, *(tell(layer) for tell in shown.values())) for number, layer in enumerate(statistics)]
+    return _table(("layer", *shown), rows)
+
+
+def _standing(layer: LayerStatistics) -> float:
+    """Cells that stand for their keys, on average over patch queries and heads."""
+    # Connections are a share of all pairs of a patch query and a key: so many pairs there are, and so many queries.
+    return layer.standing * layer.kept_share * layer.tokens / layer.connections
 
 
 def write_report(
@@ -171,7 +181,7 @@ def write_report(
             f"Means over {statistics_images} image{'s' if statistics_images != 1 else ''}. Recall is the share of the "
             "true attention that lies on kept keys."
         )
-        parts += ["<h2>Layer by layer</h2>", _layers(statistics), f'<p class="soft">{note}</p>']
+        parts += ["<h2>Layer by layer</h2>", _layers(statistics, config_of(student)), f'<p class="soft">{note}</p>']
     if log:
         shown = {key: value for key, value in log[-1].items() if not isinstance(value, dict | list)}
         parts += [
@@ -209,7 +219,7 @@ def pictures_of(student: nn.Module, image: Any, photo: Any, name: str) -> list[P
             f"{where}, head 0: the keys it is connected to, its sparse attention, and its full attention.",
         ),
         Picture(
-            figures.patterns(scene, layers, 0), f"{where}: fixed patterns with as many keys, beside the learned one."
+            figures.patterns(scene, layers, 0), f"{where}: fixed patterns with as many keys, beside the model's own."
         ),
         Picture(figures.recalls(scene.statistics, 1), f"{name}: recall of each layer and head."),
         Picture(
