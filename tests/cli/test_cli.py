@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import sparsifiner as sp
 from sparsifiner.cli import main
 from sparsifiner.cli.main import app
+from sparsifiner.errors import ConfigError
 from sparsifiner.inspect import tuning
 
 from ..toys import sharpen
@@ -176,6 +177,69 @@ def test_calibrate_prints_recall_and_writes_predictors_only(folder):
     assert (folder / "student.safetensors").stat().st_size < (folder / "weights.safetensors").stat().st_size / 10
 
 
+@pytest.fixture(scope="module")
+def opening(folder):
+    """A checkpoint that opens cells, made in one command."""
+    arguments = ["--model", NAME, "--weights", folder / "weights.safetensors", "--image-size", 64, "--keep", 0.4]
+    result = run("convert", *arguments, "--cells", "2x2,4x4", "--refine", 0.5, "--out", folder / "cells.safetensors")
+    assert "keep 0.4: cells of 2 x 2, 4 x 4 patches, 0.5 of the coarser ones opened into finer" in result.stdout
+    return folder / "cells.safetensors"
+
+
+def test_convert_then_everything_else(folder, opening, tmp_path):
+    data = ("--data", folder / "images")
+    with safe_open(opening, "pt") as file:
+        assert not any("predictor" in name for name in file.keys())  # noqa: SIM118
+    content = json.loads(run("eval", opening, *data, "--tile", "2x2", "--keep", 0.5, "--json").stdout)
+    assert (content["config"]["pattern"], content["config"]["cells"]) == ("cells", [[2, 2], [4, 4]])
+    assert content["rows"][1]["images"] == 12
+    counts = json.loads(run("flops", opening, *data, "--json").stdout)
+    assert all(count["mhsa"] > 0 for count in counts)
+    assert json.loads(run("info", opening, "--json").stdout)["config"]["refine"] == 0.5
+    rows = json.loads(
+        run("bench", "--checkpoint", opening, "--keep", 0.5, "--tile", "none", "--seconds", 0.01, "--json").stdout
+    )
+    assert [row["name"] for row in rows] == ["model, dense", "model, cells, keep 0.5"]
+    assert rows[1]["residual"]
+    swept = json.loads(run("sweep", opening, *data, "--keeps", "0.5", "--json").stdout)
+    assert [point["keep"] for point in swept["points"]] == [0.5]
+    run("report", opening, *data, "--limit", 4, "--out", tmp_path / "report.html")
+    assert "the means of cells" in (tmp_path / "report.html").read_text()
+    photo = next((folder / "images" / "ant").iterdir())
+    drawn = run("figures", opening, "--image", photo, "--out", tmp_path / "figures", "--only", "recall").stdout
+    assert "recall.png" in drawn
+
+
+def test_convert_can_be_tuned(folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "_time", lambda *arguments: tuning.LayerTiming(2.0, 1.0))
+    arguments = ["--model", NAME, "--weights", folder / "weights.safetensors", "--image-size", 64, "--batch-size", 2]
+    result = run("convert", *arguments, "--tune", "--out", tmp_path / "a.safetensors", "--json")
+    about = json.loads(result.stdout)
+    assert about["timing"]["images"] == 2
+    assert (
+        sp.config_of(sp.load(tmp_path / "a.safetensors")).dense == tuple(range(12)) == tuple(about["config"]["dense"])
+    )
+
+
+def test_train_goes_on_with_cells(folder, opening, tmp_path):
+    quick = ("--phase2-epochs", 1, "--batch-size", 4, "--mixup", 0, "--cutmix", 0, "--auto-augment", "", "--erase", 0)
+    result = run("train", "--checkpoint", opening, "--data", folder / "images", "--out", tmp_path, "--json", *quick)
+    assert json.loads(result.stdout)["steps"] == {"2": 3}
+    assert sp.config_of(sp.load(tmp_path)).cells == ((2, 2), (4, 4))
+    with pytest.raises(ConfigError, match="freeze_host leaves nothing to learn"):
+        run(
+            "train",
+            "--checkpoint",
+            opening,
+            "--data",
+            folder / "images",
+            "--out",
+            tmp_path / "b",
+            "--freeze-host",
+            *quick,
+        )
+
+
 def test_flops_of_a_named_model():
     (count,) = json.loads(run("flops", "--model", "deit_small_patch16_224", "--keep", "0.25", "--json").stdout)
     assert count["dense_attention"] == pytest.approx(357.7e6, rel=1e-3)
@@ -268,6 +332,24 @@ def test_demo_on_digits(monkeypatch, tmp_path):
         (["train", "--data", "x", "--out", "y", "--cache-teacher"], "images that are the same in every epoch"),
         (["train", "--data", "nowhere", "--out", "y", "--model", NAME, *RANDOM], "nowhere does not exist"),
         (["train", "--data", "x", "--out", "y", "--token-keep", "0"], "the tokens' keep must be a share"),
+        (
+            ["convert", "--model", NAME, *RANDOM, "--out", "x", "--cells", "2by2"],
+            "--cells: expected ROWSxCOLUMNS of each",
+        ),
+        (["convert", "--model", NAME, *RANDOM, "--out", "x", "--cells", "2x2,3x3"], "do not hold whole cells of 2 x 2"),
+        (["convert", "--model", NAME, *RANDOM, "--out", "x", "--cells", "15x1"], "larger than the grid of 14 x 14"),
+        (["convert", "--model", NAME, *RANDOM, "--out", "x", "--refine", "0"], "refine must be a share of the coarser"),
+        (
+            ["convert", "--model", NAME, *RANDOM, "--out", "x", "--keep", "0.01"],
+            "2 keys is less than one cell of 2 x 2",
+        ),
+        (["convert", "--model", NAME, "--out", "x"], f"--model {NAME} without --weights"),
+        (
+            ["calibrate", "--model", NAME, *RANDOM, "--data", "x", "--out", "y", "--pattern", "cells"],
+            "there is nothing to calibrate, `sparsifiner convert` writes the checkpoint without images",
+        ),
+        (["train", "--data", "x", "--out", "y", "--cells", "2"], "cells: expected ROWSxCOLUMNS of each level"),
+        (["bench", "--pattern", "cells"], "--pattern is of a whole model: give --model or --checkpoint"),
         (["tables", "nothing.safetensors"], "give both checkpoints and --data"),
         (["sweep", "nothing.safetensors", "--data", "x", "--cost", "money"], "--cost must be total_macs"),
         (["sweep", "nothing.safetensors", "--data", "x"], "nothing.safetensors does not exist"),

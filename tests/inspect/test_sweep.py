@@ -7,7 +7,7 @@ import torch
 import sparsifiner as sp
 from sparsifiner.errors import ConfigError
 from sparsifiner.inspect.compare import Evaluation, Row
-from sparsifiner.inspect.sweep import LEVELS, Point, Setting, allocate, frontier, layer_recalls, sweep
+from sparsifiner.inspect.sweep import LEVELS, Point, Setting, allocate, frontier, layer_recalls, possible_levels, sweep
 
 
 @pytest.fixture
@@ -86,3 +86,13 @@ def test_impossible_allocations_are_refused():
         allocate([[0.5, 1.0]], 0.05, (0.1, 1.0))
     with pytest.raises(ConfigError, match="ascend"):
         allocate([[0.5, 1.0]], 0.5, (1.0, 0.1))
+
+
+def test_levels_that_hold_a_cell(vit, photos):
+    student = sp.sparsify(vit, sp.SparseConfig(0.3, pattern="cells"))
+    levels = possible_levels(student)
+    assert levels == tuple(level for level in LEVELS if level > 3 / 26)  # a cell has four patches
+    recalls = layer_recalls(student, photos, levels)
+    assert all(layer == sorted(layer) and layer[-1] == pytest.approx(1) for layer in recalls)
+    assert sum(allocate(recalls, 0.4, levels)) <= 2 * 0.4
+    assert possible_levels(sp.sparsify(vit, sp.SparseConfig(0.3, n_down=5))) == LEVELS

@@ -26,8 +26,17 @@ def bench(
         str, typer.Option(help="Also with lists shared in tiles of this size; 'none' to leave out.")
     ] = "4x4",
     residual: Annotated[
-        bool, typer.Option("--residual/--no-residual", help="Add back the estimate of what is dropped.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--residual/--no-residual", help="Add back the estimate of what is dropped; on where cells are opened only."
+        ),
+    ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(help="Of a whole model: learned, cells, ...; the checkpoint's own, or cells, if not given."),
+    ] = None,
+    cells: common.Cells = None,
+    refine: common.Refine = None,
     narrow: Annotated[bool, typer.Option("--narrow", help="Also with keys and values held in 16 bits.")] = False,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     batch: Annotated[int, typer.Option(min=1)] = 2,
@@ -39,7 +48,7 @@ def bench(
     ] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Time the backward pass instead.")] = False,
     model: common.ModelName = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Time this calibrated model instead of the operator.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Time this model instead of the operator.")] = None,
     image_size: common.ImageSize = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="For each candidate.")] = 0.5,
     threads: common.Threads = None,
@@ -51,9 +60,12 @@ def bench(
 
     The operator on simulated inputs of any size, or with --model or --checkpoint a whole model.
 
-    Example: `sparsifiner bench --tokens 14,32,64 --keep 0.1 --threads 1`
+    Example: `sparsifiner bench --tokens 14,32,64 --keep 0.1 --threads 1`, or
+    `sparsifiner bench --model deit_tiny_patch16_224 --image-size 512 --pattern cells --cells 2x2,4x4 --keep 0.1`
     """
     import torch
+
+    import sparsifiner as sp
 
     common.use_threads(threads)
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -63,8 +75,14 @@ def bench(
     tiles: list[tuple[int, int] | None] = [None]
     if tile != "none":
         tiles.append(common.parse_tile(tile))
+    form = common.given(pattern=pattern) | common.given_form(None, cells, refine)
     if model is not None or checkpoint is not None:
-        rows = _model_rows(model, checkpoint, image_size, keeps, tiles, residual, batch, seconds, narrow)
+        student = _student(model, checkpoint, image_size, keeps[0], form)
+        images = common.noise(student, batch)
+        residual = residual if residual is not None else not sp.config_of(student).asks_predictor
+        rows = model_rows(student, images, keeps, tiles, residual, seconds, narrow=narrow)
+    elif form:
+        raise ConfigError(f"--{next(iter(form))} is of a whole model: give --model or --checkpoint")
     else:
         sides = [int(side) for side in common.parse_numbers(tokens, "--tokens")]
         rows = []
@@ -73,9 +91,9 @@ def bench(
 
             problem = simulate(batch, heads, (side, side), head_dim, n_down).to(kinds[dtype])
             found = (
-                backward_rows(problem, keeps, tiles, residual, seconds)
+                backward_rows(problem, keeps, tiles, bool(residual), seconds)
                 if backward
-                else operator_rows(problem, keeps, tiles, residual, seconds, narrow=narrow, baselines=baselines)
+                else operator_rows(problem, keeps, tiles, bool(residual), seconds, narrow=narrow, baselines=baselines)
             )
             rows += found
             if not as_json:
@@ -193,38 +211,35 @@ def _row(name: str, p: Problem, about: dict[str, Any], timing, dense) -> dict[st
     }
 
 
-def _model_rows(model, checkpoint, image_size, keeps, tiles, residual, batch, seconds, narrow) -> list[dict[str, Any]]:
-    import torch
-
+def _student(model, checkpoint, image_size, keep: float, form: dict[str, Any]) -> Any:
+    """The model that is timed, at the size asked for."""
     import sparsifiner as sp
-    from sparsifiner.convert import conversion_of
 
-    if checkpoint is not None:
-        student = sp.load(checkpoint)
-        if image_size:
-            student.set_input_size((image_size, image_size))  # pyright: ignore[reportCallIssue]
-    else:
+    if checkpoint is None:
         host = common.host_model(model, "random", image_size)
         common.say_random(model)
-        student = sp.sparsify(host, sp.suggest_config(host, keep=keeps[0]))
-    expected = conversion_of(student).host.image_size(student)
-    channels = next(weight.shape[1] for weight in student.parameters() if weight.ndim == 4)  # of the first convolution
-    images = torch.randn(batch, channels, *((image_size, image_size) if image_size else expected))
-    return model_rows(student.eval(), images, keeps, tiles, residual, seconds, narrow=narrow)
+        return sp.sparsify(host, sp.suggest_config(host, keep, **({"pattern": "cells"} | form))).eval()
+    student: Any = sp.load(checkpoint)
+    if image_size:
+        student.set_input_size((image_size, image_size))
+    sp.reconfigure(student, **form)
+    return student
 
 
 def model_rows(
     student, images, keeps, tiles, residual: bool, seconds: float, *, narrow: bool = False, tuned: bool = False
 ) -> list[dict[str, Any]]:
     """A whole model in several forms, with the ceiling that Amdahl's law sets; all layers sparse, or where it pays."""
-    from sparsifiner.convert import reconfigure
+    from sparsifiner.convert import config_of, reconfigure
     from sparsifiner.inspect import speed
     from sparsifiner.inspect.tuning import time_layers
 
+    pattern = config_of(student).pattern
+    kind = "sparse" if pattern == "learned" else pattern
     forms = {}
     for keep in keeps:
         for tile in tiles:
-            name = f"sparse, keep {keep:g}" + (f", tile {tile[0]}x{tile[1]}" if tile else "")
+            name = f"{kind}, keep {keep:g}" + (f", tile {tile[0]}x{tile[1]}" if tile else "")
             forms[name] = {"keep": keep, "tile": tile, "residual": residual, "narrow": narrow, "dense": ()}
             if tuned:
                 reconfigure(student, **forms[name])

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sparsifiner.cli import common
+from sparsifiner.errors import ConfigError
 from sparsifiner.progress import show_progress
 
 
@@ -23,6 +24,7 @@ def calibrate(
     basis_threshold: common.BasisThreshold = None,
     residual: Annotated[bool, typer.Option(help="Add back the low-rank estimate of what is dropped.")] = True,
     tile: common.Tile = None,
+    pattern: common.Pattern = "learned",
     images: Annotated[int, typer.Option(min=1, help="How many images to calibrate on.")] = 256,
     seed: common.Seed = 0,
     preprocess: common.Preprocess = "model",
@@ -37,7 +39,9 @@ def calibrate(
     threads: common.Threads = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Converts a model and fits its predictors to images, without training.
+    """Converts a model and fits its predictors to images, without training: the paper's form.
+
+    Attention at several resolutions, pattern cells, needs none of this: `sparsifiner convert` makes it.
 
     Example: `sparsifiner calibrate --model deit_tiny_patch16_224 --weights hub --data images/ --keep 0.25
     --out student.safetensors`
@@ -45,10 +49,15 @@ def calibrate(
     import sparsifiner as sp
     from sparsifiner.inspect.tuning import time_layers
 
+    if pattern == "cells":
+        raise ConfigError(
+            "--pattern cells asks no predictor: there is nothing to calibrate, `sparsifiner convert` writes the "
+            "checkpoint without images"
+        )
     common.use_threads(threads)
     host = common.host_model(model, weights, image_size)
     chosen = common.given(n_down=n_down, tau=tau, basis_threshold=basis_threshold, tile=common.parse_tile(tile))
-    config = sp.suggest_config(host, common.parse_keep(keep), residual=residual, **chosen)
+    config = sp.suggest_config(host, common.parse_keep(keep), pattern=pattern, residual=residual, **chosen)
     student = sp.sparsify(host, config)
     source = common.loader(
         host,

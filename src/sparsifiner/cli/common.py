@@ -13,13 +13,14 @@ from sparsifiner import config
 from sparsifiner.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
-    from sparsifiner.config import TokenConfig
+    from sparsifiner.config import SparseConfig, TokenConfig
     from sparsifiner.data.images import ImageLoader
     from sparsifiner.inspect.journal import Journal
     from sparsifiner.inspect.tuning import TuningReport
 
+CHECKPOINT = "A file written by `convert`, `calibrate` or `train`, or a folder of a run."
 DATA = "A folder or a .tar of class folders, wds/SHARDS (WebDataset tars on disk), or hfds/NAME (Hugging Face)."
 
 ModelName = Annotated[str | None, typer.Option("--model", help="A timm model name.")]
@@ -43,6 +44,18 @@ BasisThreshold = Annotated[
 Tile = Annotated[
     str | None,
     typer.Option(help="Share lists in tiles of the patch grid, such as 2x2; 'none' for a list per query."),
+]
+Pattern = Annotated[
+    str | None,
+    typer.Option(help="How keys are chosen: learned, cells, window, axial, strided, bigbird; or linformer."),
+]
+Cells = Annotated[
+    str | None,
+    typer.Option(help="For pattern cells: rows x columns of patches in a cell, finest level first, such as 2x2,4x4."),
+]
+Refine = Annotated[
+    float | None,
+    typer.Option(help="For pattern cells: share of a coarser level's cells that are opened into finer ones: 0.5."),
 ]
 TokenMethod = Annotated[str, typer.Option(help="How the tokens to keep are chosen: evit or dynamicvit.")]
 TokenFuse = Annotated[bool, typer.Option("--token-fuse", help="EViT: the dropped tokens live on in one.")]
@@ -101,6 +114,12 @@ def parse_tile(text: str | None) -> tuple[int, int] | None:
     return None if text is None else config.parse_tile(text, "--tile")
 
 
+def given_form(tile: str | None, cells: str | None, refine: float | None) -> dict[str, Any]:
+    """What --tile, --cells and --refine say, those that were given."""
+    found = {} if tile is None else {"tile": parse_tile(tile)}
+    return found | given(cells=None if cells is None else config.parse_cells(cells, "--cells"), refine=refine)
+
+
 def parse_tokens(keep: float | None, method: str, fuse: bool = False, official: bool = False) -> TokenConfig | None:
     """What --token-keep, --token-method and --token-fuse(-official) say; keeping all is not dropping any."""
     from sparsifiner.config import TokenConfig
@@ -125,6 +144,16 @@ def host_model(name: str | None, weights: str | None, image_size: int | None) ->
 def given(**settings: Any) -> dict[str, Any]:
     """Only the settings that were asked for; the others are suggested for the model."""
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def noise(student: nn.Module, batch: int) -> Tensor:
+    """Images of nothing, as a converted model takes them: for what does not depend on what they show."""
+    import torch
+
+    from sparsifiner.convert import conversion_of
+
+    first = next(weight for weight in student.parameters() if weight.ndim == 4)  # of the first convolution
+    return torch.randn(batch, first.shape[1], *conversion_of(student).host.image_size(student), dtype=first.dtype)
 
 
 def loader(
@@ -203,6 +232,20 @@ def print_json(content: Any) -> None:
     typer.echo(json.dumps(content, indent=2))
 
 
+def describe_form(found: SparseConfig) -> str:
+    """One line on how a model that opens cells does it."""
+    keep = ", ".join(f"{rate:g}" for rate in (found.keep if isinstance(found.keep, Sequence) else [found.keep]))
+    shared = "each query opens its own" if found.tile is None else f"tiles of {_by(found.tile)} queries open the same"
+    levels = ", ".join(map(_by, found.cells))
+    refined = f", {found.refine:g} of the coarser ones opened into finer" if len(found.cells) > 1 else ""
+    dense = f"; dense layers: {', '.join(map(str, found.dense))}" if found.dense else ""
+    return f"keep {keep}: cells of {levels} patches{refined}; {shared}{dense}"
+
+
+def _by(sides: tuple[int, int]) -> str:
+    return f"{sides[0]} x {sides[1]}"
+
+
 def say_skipped(images: ImageLoader) -> None:
     """Counts and names unreadable images that were passed over."""
     for name, reason in images.skipped:
@@ -217,7 +260,8 @@ def say_where_dense_is_faster(timing: TuningReport, already: Sequence[int] = ())
     if slower:
         typer.echo(
             f"dense attention is as fast or faster here in {len(slower)} of {len(timing.layers)} layers "
-            f"({timing.conditions}): sparsifiner.tune, or --tune of calibrate and train, makes these layers dense",
+            f"({timing.conditions}): sparsifiner.tune, or --tune of convert, calibrate and train, makes these layers "
+            "dense",
             err=True,
         )
 

@@ -13,15 +13,14 @@ from sparsifiner.progress import show_progress
 
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A file written by `calibrate` or `train`, or a folder of a run.")],
+    checkpoint: Annotated[Path, typer.Argument(help=common.CHECKPOINT)],
     data: Annotated[str, typer.Option(help="Labelled images. " + common.DATA)],
     keep: Annotated[str | None, typer.Option(help="Another keep rate than the checkpoint's.")] = None,
     residual: Annotated[bool | None, typer.Option(help="With or without the residual, whatever the file says.")] = None,
     tile: common.Tile = None,
-    pattern: Annotated[
-        str | None,
-        typer.Option(help="How keys are chosen: learned, cells, window, axial, strided, bigbird; or linformer."),
-    ] = None,
+    pattern: common.Pattern = None,
+    cells: common.Cells = None,
+    refine: common.Refine = None,
     token_keep: Annotated[
         float | None, typer.Option(help="Drop tokens too: share of the patches that a block keeps; 1 for all.")
     ] = None,
@@ -41,7 +40,8 @@ def evaluate(
 ) -> None:
     """Measures top-1, agreement with dense, connections, multiply-adds and time.
 
-    Example: `sparsifiner eval student.safetensors --data imagenet/val --keep 0.1`
+    Example: `sparsifiner eval student.safetensors --data imagenet/val --keep 0.1`, or with attention at several
+    resolutions, whatever it was made for: `... --pattern cells --cells 2x2,4x4 --refine 0.5 --tile 4x4`
     """
     import sparsifiner as sp
     from sparsifiner.inspect.compare import Form, compare
@@ -50,13 +50,11 @@ def evaluate(
 
     common.use_threads(threads)
     student = sp.load(checkpoint)
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = common.given_form(tile, cells, refine)
     if keep is not None:
         changes["keep"] = common.parse_keep(keep)
     if residual is not None:
         changes["residual"] = residual
-    if tile is not None:
-        changes["tile"] = common.parse_tile(tile)
     if pattern is not None:
         changes["pattern"] = pattern
     if token_keep is not None:

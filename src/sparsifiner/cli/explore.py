@@ -16,7 +16,7 @@ def explore(
         list[str] | None,
         typer.Argument(
             metavar="[CHECKPOINT] [IMAGES]...",
-            help="A file written by `calibrate` or `train`, or a folder of a run; then image files and folders. "
+            help=f"{common.CHECKPOINT} Then image files and folders. "
             "With --model, images only, or a checkpoint that holds no more than its predictors. "
             "Nothing at all for the demo's digits.",
         ),

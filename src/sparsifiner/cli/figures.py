@@ -13,7 +13,7 @@ from sparsifiner.progress import show_progress
 
 
 def figures(
-    checkpoint: Annotated[Path, typer.Argument(help="A file written by `calibrate` or `train`, or a folder of a run.")],
+    checkpoint: Annotated[Path, typer.Argument(help=common.CHECKPOINT)],
     image: Annotated[Path, typer.Option(help="A photo.")],
     out: Annotated[Path, typer.Option(help="Folder for the figures, as PNG and PDF.")] = Path("figures"),
     model: common.ModelName = None,

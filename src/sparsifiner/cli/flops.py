@@ -11,7 +11,7 @@ from sparsifiner.cli import common
 
 
 def flops(
-    checkpoint: Annotated[Path | None, typer.Argument(help="A calibrated model; or use --model.")] = None,
+    checkpoint: Annotated[Path | None, typer.Argument(help=f"{common.CHECKPOINT} Or use --model.")] = None,
     model: common.ModelName = None,
     image_size: common.ImageSize = None,
     keep: common.Keep = "0.25",

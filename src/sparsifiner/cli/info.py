@@ -12,7 +12,7 @@ from sparsifiner.errors import one_line
 
 
 def info(
-    checkpoint: Annotated[Path | None, typer.Argument(help="A file written by `sparsifiner calibrate`.")] = None,
+    checkpoint: Annotated[Path | None, typer.Argument(help=common.CHECKPOINT)] = None,
     as_json: common.AsJson = False,
 ) -> None:
     """Shows versions, the machine and the backends, or what a checkpoint holds.

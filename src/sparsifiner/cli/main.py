@@ -13,6 +13,7 @@ from sparsifiner import __version__, processor
 from sparsifiner.cli import (
     bench,
     calibrate,
+    convert,
     demo,
     evaluate,
     explore,
@@ -53,6 +54,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo", cls=Verb)(demo.demo)
+app.command("convert", cls=Verb)(convert.convert)
 app.command("calibrate", cls=Verb)(calibrate.calibrate)
 app.command("train", cls=Verb)(train.command)
 app.command("eval", cls=Verb)(evaluate.evaluate)

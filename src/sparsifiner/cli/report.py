@@ -15,7 +15,7 @@ from sparsifiner.progress import show_progress
 
 
 def report(
-    checkpoint: Annotated[Path, typer.Argument(help="A file written by `calibrate` or `train`, or a folder of a run.")],
+    checkpoint: Annotated[Path, typer.Argument(help=common.CHECKPOINT)],
     data: Annotated[str | None, typer.Option(help="Labelled images to measure on. " + common.DATA)] = None,
     image: Annotated[list[Path] | None, typer.Option(help="A photo to look at; can be given several times.")] = None,
     out: Annotated[Path, typer.Option(help="The file.")] = Path("report.html"),

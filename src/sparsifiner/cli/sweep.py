@@ -14,7 +14,7 @@ from sparsifiner.progress import show_progress
 
 
 def sweep(
-    checkpoint: Annotated[Path, typer.Argument(help="A file written by `calibrate` or `train`, or a folder of a run.")],
+    checkpoint: Annotated[Path, typer.Argument(help=common.CHECKPOINT)],
     data: Annotated[str, typer.Option(help="Labelled images to measure on. " + common.DATA)],
     keeps: Annotated[str, typer.Option(help="Shares of keys kept, between commas.")] = "0.5,0.25,0.1,0.05",
     token_keeps: Annotated[str, typer.Option(help="Shares of tokens that a block keeps, between commas.")] = "1",
@@ -79,8 +79,9 @@ def sweep(
         if search_data is not None:
             choice |= {"labels": False, "limit": search_limit, "workers": workers}
             held = list(as_batches(common.loader(student, search_data, **choice)))
-            recalls = sweeping.layer_recalls(student, held, advance=bars.start("recall by layer", len(sweeping.LEVELS)))
-            layers = {rate: sweeping.allocate(recalls, rate) for rate in rates}
+            levels = sweeping.possible_levels(student)
+            recalls = sweeping.layer_recalls(student, held, levels, bars.start("recall by layer", len(levels)))
+            layers = {rate: sweeping.allocate(recalls, rate, levels) for rate in rates}
         settings = [sweeping.Setting(rate, None, tokens) for tokens in droppings for rate in rates]
         settings += [sweeping.Setting(rate, found, tokens) for tokens in droppings for rate, found in layers.items()]
         evaluation = Evaluation(student, images, bars.start, common.journal(out, checkpoint, data, images, own))

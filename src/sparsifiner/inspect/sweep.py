@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from sparsifiner.config import TokenConfig
-from sparsifiner.convert import config_of, reconfigure
+from sparsifiner.config import TokenConfig, budget
+from sparsifiner.convert import config_of, conversion_of, reconfigure
 from sparsifiner.errors import ConfigError
 from sparsifiner.inspect import compare
 from sparsifiner.inspect.statistics import measure
@@ -90,6 +91,13 @@ def frontier(points: Sequence[Point], cost: str = "total_macs", value: str = "to
         if not best or getattr(point.row, value) > getattr(best[-1].row, value):
             best.append(point)
     return best
+
+
+def possible_levels(student: nn.Module) -> tuple[float, ...]:
+    """Those of `LEVELS` that a model can take: where cells are opened, a budget must hold one."""
+    config, tokens = config_of(student), conversion_of(student).host.grid(student).num_tokens
+    least = 1 if config.asks_predictor else math.prod(config.cells[0])
+    return tuple(level for level in LEVELS if budget(level, tokens) >= least)
 
 
 def layer_recalls(
