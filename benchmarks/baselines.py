@@ -79,7 +79,7 @@ def main() -> None:
     images = torch.cat([batch for batch, _ in chosen])
     evaluation = open_images(source / "imagenet-eval.tar", transform, num_classes=1000, limit=arguments.images)
     batches = list(evaluation)
-    student = sp.sparsify(host, sp.suggest_config(host, 0.25))
+    student = sp.sparsify(host, sp.suggest_config(host, 0.25, pattern="learned"))
     dense, logits = evaluate(student, batches, DENSE, None, None)
     rows = earlier(dense.images)
     done = {row["name"] for row in rows}
@@ -87,7 +87,8 @@ def main() -> None:
     for name, settings in jobs():
         if name in done:
             continue
-        config = sp.suggest_config(host, settings["keep"], **{k: v for k, v in settings.items() if k != "keep"})
+        whole: dict[str, Any] = {"pattern": "learned"} | settings
+        config = sp.suggest_config(host, **whole)
         # Predictors are fitted to what will be dropped: to the keep rate, the residual and the pattern.
         kind = (settings["keep"], config.residual, config.pattern)
         if kind != fitted:

@@ -77,7 +77,7 @@ def main() -> None:
     for pixels in map(int, arguments.pixels.split(",")):
         host = create_host(NAME, str(assets() / f"{NAME}.safetensors"), img_size=pixels)
         data: dict[str, Any] = host.pretrained_cfg  # pyright: ignore[reportAssignmentType]
-        student = sp.sparsify(host, sp.suggest_config(host, 0.1))
+        student = sp.sparsify(host, sp.suggest_config(host, 0.1, pattern="learned"))
         wanted = [form for form in forms() if form.name.startswith(arguments.only)]
         if any("predictor" in form.name for form in wanted):
             start = time.perf_counter()

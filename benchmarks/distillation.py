@@ -98,7 +98,7 @@ def main() -> None:
     host = create_host(NAME, str(source / f"{NAME}.safetensors"))
     loader = open_images(source / "imagenet-eval.tar", preprocessing(host, "crop"), num_classes=1000)
     batches = list(loader)
-    student = sp.sparsify(host, sp.suggest_config(host, 0.1))
+    student = sp.sparsify(host, sp.suggest_config(host, 0.1, pattern="learned"))
     row, logits = evaluate(student, batches, DENSE, None, None)
     dense = {"top1": row.top1, "logits": logits}
     runs = [run for run in arguments.only if (arguments.folder / run / "student.safetensors").exists()]

@@ -108,7 +108,7 @@ def main() -> None:
 
     transform = preprocessing(host, "crop")
     choosing = list(open_images(held, transform, num_classes=1000))
-    calibrated = sp.sparsify(host, sp.suggest_config(host, AIM))
+    calibrated = sp.sparsify(host, sp.suggest_config(host, AIM, pattern="learned"))
     sp.calibrate(calibrated, torch.cat([batch for batch, _ in open_images(images, transform, limit=256)]))
     row, logits = evaluate(calibrated, choosing, DENSE, None, None)
     rows: list[dict[str, Any]] = [{"set": "held out", "way": "dense", "keep": 1.0} | figures_of(row)]

@@ -33,7 +33,7 @@ torch.set_num_threads(1)
 import timm
 (images, labels), _ = digits.load_digits()
 host = timm.create_model(digits.NAME).eval()
-student = sp.sparsify(host, sp.suggest_config(host, 0.2))
+student = sp.sparsify(host, sp.suggest_config(host, 0.2, pattern="learned"))
 recipe = sp.Recipe.read("digits").replace(
     keep=0.2, residual=True, elastic="0.1:0.5", ema=0.99, batch_size=32, save_every=4, flip=0.5
 )

@@ -30,7 +30,7 @@ def main() -> None:
     host = create_host(NAME, str(source / f"{NAME}.safetensors"))
     transform = preprocessing(host, "crop")
     if not arguments.no_make:
-        student = sp.sparsify(host, sp.suggest_config(host, 0.1))
+        student = sp.sparsify(host, sp.suggest_config(host, 0.1, pattern="learned"))
         images = open_images(source / "imagenet-distill.tar", transform, limit=1024)
         print(sp.calibrate(student, images))
         checkpoint.READY.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ def main() -> None:
     print(f"dense       {predict_all(dense, test).top1:.2f} %")
 
     recipe = sp.Recipe.read("digits").replace(keep=0.05)
-    student = sp.sparsify(dense, sp.suggest_config(dense, recipe.keep, residual=False))
+    student = sp.sparsify(dense, sp.suggest_config(dense, recipe.keep, pattern="learned", residual=False))
     sp.calibrate(student, images[:256])
     print(f"calibrated  {predict_all(student, test).top1:.2f} %, each query sees 1 key in 20")
 

@@ -50,14 +50,44 @@ def test_suggested_landmarks_fit_the_grid(size, landmarks):
     from timm.models.vision_transformer import VisionTransformer
 
     model = VisionTransformer(img_size=size, embed_dim=12, depth=1, num_heads=1)
-    config = sp.suggest_config(model, 0.25)
+    config = sp.suggest_config(model, 0.25, pattern="learned")
     assert config.n_down == landmarks
     assert config.tau == 1 / max(2, landmarks)
     sp.sparsify(model, config)
 
 
+@pytest.mark.parametrize(
+    ("size", "tile", "cells"),
+    [
+        ((14, 14), None, ((2, 2),)),
+        ((19, 21), None, ((2, 2),)),  # 399 patches
+        ((20, 20), (4, 4), ((2, 2), (4, 4))),
+        ((55, 55), (4, 4), ((2, 2), (4, 4), (8, 8))),
+        ((3, 134), (4, 4), ((2, 2),)),  # whose coarser cells would be higher than the grid
+        ((6, 500), (4, 4), ((2, 2), (4, 4))),
+        ((1, 9), None, ((1, 2),)),
+    ],
+)
+def test_cells_are_suggested_by_the_number_of_patches(size, tile, cells):
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(img_size=(2 * size[0], 2 * size[1]), patch_size=2, embed_dim=4, depth=1, num_heads=1)
+    config = sp.suggest_config(model, 0.5)
+    assert config == sp.SparseConfig(0.5, pattern="cells", tile=tile, cells=cells)
+    student = sp.sparsify(model, config)
+    assert sp.suggest_config(student, 0.5) == config
+
+
+def test_what_is_suggested_runs_without_calibration(vit, photos):
+    student = sp.sparsify(vit, sp.suggest_config(vit, 0.5))
+    assert torch.isfinite(student(photos)).all()
+
+
 def test_suggestions_give_way_to_what_is_asked_for(vit):
-    config = sp.suggest_config(vit, [0.5, 0.2], n_down=5, tile=(2, 2))
+    assert sp.suggest_config(vit, 0.5, tile=(2, 2), cells=[(1, 2)]).cells == ((1, 2),)
+    with pytest.raises(ConfigError, match="n_down is of predictors, and cells ask none: say pattern='learned' too"):
+        sp.suggest_config(vit, 0.5, n_down=5)
+    config = sp.suggest_config(vit, [0.5, 0.2], pattern="learned", n_down=5, tile=(2, 2))
     assert (config.n_down, config.tau, config.tile, config.keep) == (5, 0.2, (2, 2), (0.5, 0.2))
 
 

@@ -29,7 +29,7 @@ def test_it_learns_and_stays_right_when_sparse(trained):
     with torch.inference_mode():
         dense = right(model)
         assert dense > 0.8
-        student = sp.sparsify(model, sp.suggest_config(model, 0.1))
+        student = sp.sparsify(model, sp.suggest_config(model, 0.1, pattern="learned"))
         sp.calibrate(student, images[:256])
         assert right(student) > dense - 0.05
         agreement = (student(test).argmax(1) == model(test).argmax(1)).float().mean()
@@ -38,7 +38,7 @@ def test_it_learns_and_stays_right_when_sparse(trained):
 
 def test_checkpoint_round_trip_by_name(trained, tmp_path):
     model, _, (test, _) = trained
-    student = sp.sparsify(model, sp.suggest_config(model, 0.2))
+    student = sp.sparsify(model, sp.suggest_config(model, 0.2, pattern="learned"))
     sp.save(student, tmp_path / "digits.safetensors")
     assert torch.equal(sp.load(tmp_path / "digits.safetensors")(test[:8]), student(test[:8]))
 

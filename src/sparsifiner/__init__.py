@@ -4,7 +4,6 @@
 
     model = timm.create_model("deit_tiny_patch16_224", pretrained=True)
     student = sp.sparsify(model, sp.suggest_config(model, keep=0.25))
-    sp.calibrate(student, images)
 
 Names are imported when first used, so that ``import sparsifiner`` stays light.
 """

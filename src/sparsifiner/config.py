@@ -184,6 +184,10 @@ class SparseConfig:
         """Whether layers need weights of their own: all patterns but cells estimate with them."""
         return self.pattern != "cells"
 
+    def can_keep(self, keep: float, num_tokens: int) -> bool:
+        """Whether so small a share is possible: where cells are opened, a budget must hold one."""
+        return self.asks_predictor or budget(keep, num_tokens) >= math.prod(self.cells[0])
+
     def keep_per_layer(self, num_layers: int) -> tuple[float, ...]:
         """Spreads ``keep`` over the layers, or says that the list does not fit."""
         if not isinstance(self.keep, Sequence):

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -53,24 +53,58 @@ def host_of(model: nn.Module) -> Host:
     return find_host(model) if record is None else record.host
 
 
+class Front(NamedTuple):
+    """How cells are opened from so many patches on."""
+
+    patches: int
+    tile: tuple[int, int] | None
+    cells: tuple[tuple[int, int], ...]
+    refine: float
+
+
+# What measured best by the number of patches, see docs/cells.md; the last row that the grid reaches counts.
+FRONTS = (
+    Front(patches=0, tile=None, cells=((2, 2),), refine=0.5),
+    Front(patches=400, tile=(4, 4), cells=((2, 2), (4, 4)), refine=0.5),
+    Front(patches=3000, tile=(4, 4), cells=((2, 2), (4, 4), (8, 8)), refine=0.5),
+)
+
+
 def suggest_config(model: nn.Module, keep: float | Sequence[float], **changes: Any) -> SparseConfig:
     """Settings that measured well without training, for the grid of this model.
 
-    `SparseConfig` has the paper's own defaults. These differ: at most 64 landmarks, one for each square cell of the
-    grid (49 on 14 x 14 patches), a ``tau`` of their mean coefficient, and a ``basis_threshold`` that is the same
-    share of a key's mean attention at every number of tokens. See docs/calibration.md.
+    They open cells (``pattern="cells"``), which needs no calibration, with levels and tiles by the number of patches
+    (`FRONTS`). With ``pattern="learned"``, or a fixed pattern, they are the predictor's. `SparseConfig` has the paper's
+    own defaults; these differ: at most 64 landmarks, one for each square cell of the grid (49 on 14 x 14 patches), a
+    ``tau`` of their mean coefficient, and a ``basis_threshold`` that is the same share of a key's mean attention at
+    every number of tokens. See docs/cells.md and docs/calibration.md.
 
     Args:
-        model: the dense model that will be converted.
+        model: the dense model that will be converted, or a converted one.
         keep: as in `SparseConfig`.
         **changes: settings of `SparseConfig` to be taken as they are.
     """
-    grid = find_host(model).grid(model)
+    grid = host_of(model).grid(model)
+    pattern = changes.get("pattern", "cells")
+    if pattern == "cells":
+        of_predictors = [name for name in ("n_down", "tau", "basis_threshold") if name in changes]
+        if of_predictors and "pattern" not in changes:
+            raise ConfigError(f"{of_predictors[0]} is of predictors, and cells ask none: say pattern='learned' too")
+        return SparseConfig(keep, **(_front(grid.size) | changes))
     rows, columns = grid.size
     side = next(side for side in itertools.count(2) if -(-rows // side) * -(-columns // side) <= 64)
     landmarks = changes.get("n_down", -(-rows // side) * -(-columns // side))
     settings = {"n_down": landmarks, "tau": 1 / max(2, landmarks), "basis_threshold": 2 / grid.num_tokens}
     return SparseConfig(keep, **(settings | changes))
+
+
+def _front(size: tuple[int, int]) -> dict[str, Any]:
+    """The row of `FRONTS` for a grid, without levels whose cells are larger than it."""
+    rows, columns = size
+    row = next(row for row in reversed(FRONTS) if rows * columns >= row.patches)
+    fitting = tuple(cell for cell in row.cells if cell[0] <= rows and cell[1] <= columns)
+    smallest = (min(rows, row.cells[0][0]), min(columns, row.cells[0][1]))
+    return {"pattern": "cells", "tile": row.tile, "cells": fitting or (smallest,), "refine": row.refine}
 
 
 def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:

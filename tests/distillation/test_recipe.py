@@ -74,7 +74,7 @@ def test_impossible_settings(settings, message):
 def test_config_takes_what_is_given_and_suggests_the_rest(vit):
     config = config_for(sp.Recipe(keep=0.2, tile="2x2", residual=False, tau=0.01, n_down=4), vit)
     assert (config.keep, config.tile, config.residual, config.tau, config.n_down) == (0.2, (2, 2), False, 0.01, 4)
-    assert config_for(sp.Recipe(keep=0.2), vit) == sp.suggest_config(vit, 0.2)
+    assert config_for(sp.Recipe(keep=0.2), vit) == sp.suggest_config(vit, 0.2, pattern="learned")
 
 
 def test_every_field_says_what_it_is():

@@ -97,14 +97,14 @@ def test_digits_are_explored_and_drawn_ones_too(cache, quick):
     assert taken[4, 0] < 0
 
 
-def test_a_dense_model_is_calibrated_on_the_images_offered(weights, tmp_path):
+def test_a_dense_model_opens_cells(weights, tmp_path):
     noise(0, (90, 70)).save(tmp_path / "mine.png")
     (tmp_path / "broken.jpg").write_bytes(b"broken")
     found = open_subject([str(tmp_path)], NAME, weights, 64)
     assert list(found.gallery.samples) == ["broken.jpg", "mine.png", "china.jpg", "flower.jpg"]
     assert "CC BY 2.0" in found.gallery.samples["china.jpg"].credit
-    assert any("calibrated on the 3 images offered here" in note for note in found.notes)
-    assert any("broken.jpg cannot be shown" in note for note in found.notes)
+    assert sp.config_of(found.student).pattern == "cells"
+    assert any("There are no predictors here" in note for note in found.notes)
     assert found.gallery.find("china.jpg").tensor.shape == (1, 3, 64, 64)
     assert any("random" in note for note in open_subject([], NAME, None, 64).notes)
 

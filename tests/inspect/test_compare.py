@@ -114,3 +114,15 @@ def test_tables(student, batches):
     assert "| residual | 0.2 |" in text
     assert tables.as_csv(rows).splitlines()[0].startswith("form,keep,images,top1")
     assert tables.comparison(rows).row_count == 2
+
+
+def test_cells_beside_the_predictor(student, batches, vit, photos):
+    settings = sp.SparseConfig(0.3, pattern="cells", tile=(2, 2), cells=[(1, 2)])
+    form = comparing.opening(settings)
+    rows = comparing.compare(student, batches, [form], [0.3, 0.05])
+    assert [(row.form, row.keep) for row in rows[1:]] == [("cells + tile 2x2", 0.3), ("cells + tile 2x2", 0.05)]
+    wanted = sp.sparsify(vit, settings)
+    assert rows[1].divergence == pytest.approx(comparing.divergence(wanted(photos), vit(photos)), rel=1e-3)
+    larger = comparing.opening(settings.replace(cells=[(2, 2)]))
+    assert len(comparing.compare(student, batches, [larger], [0.3, 0.05])) == 2  # 2 of 26 keys hold no cell of 4
+    assert sp.config_of(student).pattern == "learned"

@@ -19,7 +19,7 @@ def outputs(student):
 
 
 def test_without_pruning_it_is_the_last_block(vit, photos):
-    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, n_down=9))
+    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, pattern="learned", n_down=9))
     seen = outputs(student)
     features, kept = feature_map(student, photos)
     assert torch.equal(features.flatten(2).mT, seen[-1][0])
@@ -32,7 +32,7 @@ def test_without_pruning_it_is_the_last_block(vit, photos):
 def test_dropped_tokens_stay_what_they_were(photos, fuse, blocks):
     vit = make_vit(depth=4)
     tokens = sp.TokenConfig(0.5, blocks=blocks, fuse=fuse)
-    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, n_down=9, tokens=tokens))
+    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, pattern="learned", n_down=9, tokens=tokens))
     seen = outputs(student)
     with torch.no_grad():
         features, kept = feature_map(student, photos)
@@ -57,7 +57,7 @@ def test_dropped_tokens_stay_what_they_were(photos, fuse, blocks):
 
 
 def test_it_leaves_no_hooks(vit, photos):
-    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, n_down=9))
+    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, pattern="learned", n_down=9))
     feature_map(student, photos)
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in student.blocks)
     with pytest.raises(ConfigError, match="dropped"):

@@ -35,7 +35,7 @@ def test_a_line_that_was_cut_off_costs_only_itself(tmp_path):
 
 @pytest.fixture
 def student(vit, photos):
-    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, n_down=9))
+    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, pattern="learned", n_down=9))
     sp.calibrate(student, photos)
     return student
 
@@ -86,7 +86,7 @@ def test_an_evaluation_that_was_stopped_goes_on(student, photos, tmp_path):
 def test_another_models_dense_self_can_be_compared_with(student, vit, photos):
     batches = Passes(photos)
     with torch.no_grad():
-        other = sp.sparsify(vit, sp.suggest_config(vit, 0.3, n_down=9))
+        other = sp.sparsify(vit, sp.suggest_config(vit, 0.3, pattern="learned", n_down=9))
         other.head.weight.neg_()
     own = compare.Evaluation(student, batches).row(compare.RESIDUAL, 0.3)
     against = compare.Evaluation(student, batches, dense=other).row(compare.RESIDUAL, 0.3)

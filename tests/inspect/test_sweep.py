@@ -12,7 +12,7 @@ from sparsifiner.inspect.sweep import LEVELS, Point, Setting, allocate, frontier
 
 @pytest.fixture
 def student(vit, photos):
-    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, n_down=9))
+    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, pattern="learned", n_down=9))
     sp.calibrate(student, photos)
     return student
 

@@ -19,7 +19,7 @@ LAYERS, HEADS = [0, 2], [0, 1]
 @pytest.fixture
 def student(photos):
     vit = make_vit(depth=4)
-    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, n_down=9))
+    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, pattern="learned", n_down=9))
     sp.calibrate(student, photos)
     return student
 

@@ -59,7 +59,7 @@ def test_the_claim_is_answered_by_counts():
 
 @pytest.fixture
 def student(vit, photos):
-    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, n_down=9))
+    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, pattern="learned", n_down=9))
     sp.calibrate(student, photos)
     return student
 
@@ -118,7 +118,9 @@ def test_models_are_measured_in_the_rows_they_are_for(vit, student, batches, tmp
     sp.reconfigure(student, tokens=None, pattern="linformer")
     low = measure(student, batches, "low")
     assert rows_of(low) == {("Linformer", 1, None)}
-    dynamic = sp.sparsify(vit, sp.suggest_config(vit, 0.3, n_down=9, tokens=sp.TokenConfig(0.7, "dynamicvit")))
+    dynamic = sp.sparsify(
+        vit, sp.suggest_config(vit, 0.3, pattern="learned", n_down=9, tokens=sp.TokenConfig(0.7, "dynamicvit"))
+    )
     own = measure(dynamic, batches, "dynamic")
     assert rows_of(own) == {
         (method, share, keep) for method, keep in (("DynamicViT", 1), ("Sparsifiner", 0.25)) for share in (0.7, 0.5)
@@ -140,7 +142,7 @@ def test_models_are_measured_in_the_rows_they_are_for(vit, student, batches, tmp
 
 def test_many_tokens_are_for_the_table_of_high_resolution(photos):
     vit = make_vit(img_size=96, patch_size=4, depth=1)
-    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3))
+    student = sp.sparsify(vit, sp.suggest_config(vit, 0.3, pattern="learned"))
     images = torch.nn.functional.interpolate(photos[:2], (96, 96))
     measured = measure(student, [(images, torch.arange(2))])
     assert measured.tokens == 577

@@ -43,7 +43,9 @@ def photos():
 
 
 def pruned(host, keep=0.6, attention=1.0, **tokens):
-    config = sp.suggest_config(host, attention, tokens=sp.TokenConfig(keep, **({"blocks": BLOCKS} | tokens)))
+    config = sp.suggest_config(
+        host, attention, pattern="learned", tokens=sp.TokenConfig(keep, **({"blocks": BLOCKS} | tokens))
+    )
     return sp.sparsify(host, config)
 
 
@@ -104,7 +106,7 @@ def official_evit(model, images, keep, blocks):
 def test_evit_that_ranks_fused_tokens_is_the_official_code(host):
     photos = torch.randn(12, 3, 48, 48, generator=torch.Generator().manual_seed(1))
     config = sp.TokenConfig(0.6, blocks=(1, 3, 4), fuse="official")
-    student = sp.sparsify(host, sp.suggest_config(host, 1.0, tokens=config))
+    student = sp.sparsify(host, sp.suggest_config(host, 1.0, pattern="learned", tokens=config))
     with torch.no_grad():
         logits, places, merged = official_evit(host, photos, 0.6, (1, 3, 4))
         found = student(photos)
@@ -129,7 +131,7 @@ def test_official_fusing_is_counted_as_published():
 
 def test_official_fusing_where_nothing_is_dropped_fuses_nothing(host, photos):
     config = sp.TokenConfig(0.99, blocks=BLOCKS, fuse="official")  # the rounding keeps all 36
-    student = sp.sparsify(host, sp.suggest_config(host, 1.0, tokens=config))
+    student = sp.sparsify(host, sp.suggest_config(host, 1.0, pattern="learned", tokens=config))
     torch.testing.assert_close(student(photos), host(photos))
     assert [seen.attention for seen in config.layer_tokens(36, 1, DEPTH)] == [37] * DEPTH
 
@@ -311,7 +313,7 @@ def test_reconfigure_changes_what_is_dropped(host, photos):
     student = pruned(host, attention=0.3)
     sp.reconfigure(student, tokens=None)
     without = student(photos)
-    assert torch.equal(without, sp.sparsify(host, sp.suggest_config(host, 0.3))(photos))
+    assert torch.equal(without, sp.sparsify(host, sp.suggest_config(host, 0.3, pattern="learned"))(photos))
     sp.reconfigure(student, tokens=sp.TokenConfig(0.5, blocks=BLOCKS))
     student(photos)
     assert conversion_of(student).grid.cells.shape[1] == 9
@@ -342,7 +344,7 @@ def test_checkpoints_hold_what_is_dropped(host, photos, tmp_path, tokens):
 def test_another_image_size_begins_anew(host):
     model = timm.create_model("vit_tiny_patch16_224", img_size=48, patch_size=8, embed_dim=24, depth=4, num_heads=3,
                               num_classes=7, dynamic_img_size=True).eval()  # fmt: skip
-    student = sp.sparsify(model, sp.suggest_config(model, 0.3, tokens=sp.TokenConfig(0.5)))
+    student = sp.sparsify(model, sp.suggest_config(model, 0.3, pattern="learned", tokens=sp.TokenConfig(0.5)))
     with torch.no_grad():
         small = student(torch.ones(2, 3, 48, 48))
         student(torch.ones(1, 3, 64, 72))
@@ -354,7 +356,9 @@ def test_without_a_class_token_the_mean_patch_chooses(photos):
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", img_size=48, patch_size=8, embed_dim=24, depth=2, num_heads=3,
                               num_classes=7, class_token=False, global_pool="avg").eval()  # fmt: skip
-    student = sp.sparsify(model, sp.suggest_config(model, 1.0, tokens=sp.TokenConfig(0.5, blocks=(0,))))
+    student = sp.sparsify(
+        model, sp.suggest_config(model, 1.0, pattern="learned", tokens=sp.TokenConfig(0.5, blocks=(0,)))
+    )
     with torch.no_grad():
         student(photos)
         x = model.blocks[0].norm1(model._pos_embed(model.patch_embed(photos)))
@@ -366,7 +370,7 @@ def test_without_a_class_token_the_mean_patch_chooses(photos):
 
 def test_impossible_requests_are_refused(host):
     with pytest.raises(ConfigError, match="blocks 0 to 5"):
-        sp.sparsify(host, sp.suggest_config(host, 1.0, tokens=sp.TokenConfig(0.5, blocks=(6,))))
+        sp.sparsify(host, sp.suggest_config(host, 1.0, pattern="learned", tokens=sp.TokenConfig(0.5, blocks=(6,))))
     for wrong in (
         {"keep": 0},
         {"keep": 0.5, "method": "tome"},
@@ -379,9 +383,9 @@ def test_impossible_requests_are_refused(host):
     with pytest.raises(ConfigError, match="EViT"):
         sp.TokenConfig(0.5, "dynamicvit", fuse="official")
     parallel = make_vit(block_fn=ParallelThingsBlock)
-    sp.sparsify(parallel, sp.suggest_config(parallel, 0.3))
+    sp.sparsify(parallel, sp.suggest_config(parallel, 0.3, pattern="learned"))
     with pytest.raises(UnsupportedModelError, match="one after the other"):
-        sp.sparsify(parallel, sp.suggest_config(parallel, 0.3, tokens=sp.TokenConfig(0.5)))
+        sp.sparsify(parallel, sp.suggest_config(parallel, 0.3, pattern="learned", tokens=sp.TokenConfig(0.5)))
 
 
 @pytest.mark.parametrize("fuse", [True, "official"])
@@ -461,7 +465,9 @@ class TestDynamicViT:
         torch.manual_seed(0)
         settings = {"img_size": 48, "patch_size": 8, "embed_dim": 24, "depth": 12, "num_heads": 3, "num_classes": 7}
         model = sharpen(timm.create_model("vit_tiny_patch16_224", **settings)).double()
-        student = sp.sparsify(model, sp.suggest_config(model, 1.0, tokens=sp.TokenConfig(0.7, "dynamicvit"))).train()
+        student = sp.sparsify(
+            model, sp.suggest_config(model, 1.0, pattern="learned", tokens=sp.TokenConfig(0.7, "dynamicvit"))
+        ).train()
         scorers = [block.scorer for block in pruning_blocks(student)]
         assert [block.number for block in pruning_blocks(student)] == [3, 6, 9]
         photos = torch.randn(3, 3, 48, 48, dtype=torch.float64)

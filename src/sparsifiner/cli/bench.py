@@ -33,7 +33,9 @@ def bench(
     ] = None,
     pattern: Annotated[
         str | None,
-        typer.Option(help="Of a whole model: learned, cells, ...; the checkpoint's own, or cells, if not given."),
+        typer.Option(
+            help="Of a whole model: learned, cells, ...; the checkpoint's own, or what is suggested, if not given."
+        ),
     ] = None,
     cells: common.Cells = None,
     refine: common.Refine = None,
@@ -218,7 +220,7 @@ def _student(model, checkpoint, image_size, keep: float, form: dict[str, Any]) -
     if checkpoint is None:
         host = common.host_model(model, "random", image_size)
         common.say_random(model)
-        return sp.sparsify(host, sp.suggest_config(host, keep, **({"pattern": "cells"} | form))).eval()
+        return sp.sparsify(host, sp.suggest_config(host, keep, **form)).eval()
     student: Any = sp.load(checkpoint)
     if image_size:
         student.set_input_size((image_size, image_size))

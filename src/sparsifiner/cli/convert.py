@@ -40,7 +40,7 @@ def convert(
     common.use_threads(threads)
     chosen = common.given_form(tile, cells, refine)
     host = common.host_model(model, weights, image_size)
-    config = sp.suggest_config(host, common.parse_keep(keep), pattern="cells", residual=residual, **chosen)
+    config = sp.suggest_config(host, common.parse_keep(keep), residual=residual, **chosen)
     student = sp.sparsify(host, config).eval()
     images = common.noise(student, batch_size if tune else 1)
     timing = None

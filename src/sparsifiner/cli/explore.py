@@ -33,7 +33,7 @@ def explore(
 ) -> None:
     """Opens a page: choose an image and a patch, see mask and maps, move the budget, live and without retraining.
 
-    A dense model is converted with predictors that come with the package, or calibrated on the images offered.
+    A dense model gets the predictors that come with the package, if there are some, and opens cells if not.
 
     Example: `sparsifiner explore`, or `sparsifiner explore student.safetensors photos/`, or
     `sparsifiner explore --model deit_tiny_patch16_224 --weights hub dog.jpg`

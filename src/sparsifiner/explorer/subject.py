@@ -6,17 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from timm.data.imagenet_info import ImageNetInfo
 from torch import nn
 
 from sparsifiner import __version__, checkpoint, digits
 from sparsifiner.calibration import calibrate
 from sparsifiner.convert import config_of, conversion_of, sparsify, suggest_config
-from sparsifiner.errors import CheckpointError, ConfigError, DataError, SparsifinerError
+from sparsifiner.errors import CheckpointError, ConfigError, SparsifinerError
 from sparsifiner.explorer.pictures import Lens, lens_of
-from sparsifiner.explorer.refusal import Refusal
-from sparsifiner.explorer.samples import Gallery, Sample, digit_samples, file_samples, photo_samples
+from sparsifiner.explorer.samples import Gallery, digit_samples, file_samples, photo_samples
 from sparsifiner.files import cache_folder
 from sparsifiner.models import RANDOM, create_host
 from sparsifiner.progress import Progress
@@ -28,6 +26,7 @@ OPENS_CELLS = (
     "There are no predictors here: a patch opens those cells of the grid whose means say that it pays, and every other "
     "cell stands for its keys."
 )
+AND_PREDICTORS = "`sparsifiner calibrate` makes a checkpoint of the paper's form, with predictors, to open here."
 
 
 @dataclasses.dataclass
@@ -82,7 +81,7 @@ def open_subject(
             f"{paths[0]} is not a checkpoint (a .safetensors file, or a folder of a run): give one before the images, "
             "or --model NAME --weights FILE"
         )
-    return _converted(host, model, weights, paths, progress)
+    return _converted(host, model, weights, paths)
 
 
 def _is_checkpoint(path: str) -> bool:
@@ -105,10 +104,8 @@ def _classes(count: int, word: str) -> list[str]:
     return [f"{word}{number}" for number in range(count)]
 
 
-def _converted(
-    host: nn.Module, name: str, weights: str | None, paths: Sequence[str], progress: Progress | None
-) -> Subject:
-    """A dense model: with predictors that come with the package, or calibrated on the images that are offered."""
+def _converted(host: nn.Module, name: str, weights: str | None, paths: Sequence[str]) -> Subject:
+    """A dense model: with predictors that come with the package, or without any, opening cells."""
     notes = (
         ["The weights are random: give --weights to see what a trained model attends to."]
         if weights in (None, RANDOM)
@@ -123,31 +120,7 @@ def _converted(
         else:
             notes.append(f"Predictors for {plain} come with sparsifiner; they were calibrated on other images.")
             return _subject(student, name, paths, notes)
-    subject = _subject(sparsify(host, suggest_config(host, KEEP)), name, paths, notes)
-    count = _calibrate(subject, progress)
-    subject.notes.append(
-        f"Predictors were calibrated on the {count} images offered here, just now: on these they do better than on "
-        "others. `sparsifiner calibrate` with a few hundred images makes better ones."
-    )
-    return subject
-
-
-def _calibrate(subject: Subject, progress: Progress | None) -> int:
-    """On the images that are offered and can be read; returns how many."""
-    tensors = []
-    for sample in _first(subject.gallery):
-        try:
-            tensors.append(sample.load().tensor)
-        except Refusal as refusal:
-            subject.notes.append(f"{sample.name} cannot be shown: {refusal}.")
-    if not tensors:
-        raise DataError("none of the images can be read")
-    calibrate(subject.student, torch.cat(tensors), progress=progress)
-    return len(tensors)
-
-
-def _first(gallery: Gallery) -> list[Sample]:
-    return list(gallery.samples.values())[:CALIBRATION_IMAGES]
+    return _subject(sparsify(host, suggest_config(host, KEEP)), name, paths, [*notes, OPENS_CELLS, AND_PREDICTORS])
 
 
 def _digits(progress: Progress | None) -> Subject:
@@ -176,7 +149,7 @@ def _digits_student(progress: Progress | None) -> tuple[nn.Module, bool]:
     host = digits.train_digits(
         images, labels, epochs=epochs, on_epoch=lambda epoch, loss: advance(1) if advance else None
     )
-    student = sparsify(host, suggest_config(host, KEEP))
+    student = sparsify(host, suggest_config(host, KEEP, pattern="learned"))
     calibrate(student, images[:CALIBRATION_IMAGES], progress=progress)
     try:
         if path is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsifiner.config import SparseConfig
 from sparsifiner.convert import config_of, dense_mode, host_of, reconfigure, sparse_layers
 from sparsifiner.errors import DataError
 from sparsifiner.inspect.flops import count_flops
@@ -56,6 +57,13 @@ LOW_RANK = Form("low-rank only", {"pattern": "linformer", "tile": None}, needs_k
 def tiled(tile: tuple[int, int]) -> Form:
     """Residual with lists shared in a tile."""
     return Form(f"residual + tile {tile[0]}x{tile[1]}", {"residual": True, "tile": tile})
+
+
+def opening(config: SparseConfig) -> Form:
+    """Attention at several resolutions, as these settings have it; with a predictor or without."""
+    shared = "" if config.tile is None else f" + tile {config.tile[0]}x{config.tile[1]}"
+    own = {"tile": config.tile, "cells": config.cells, "refine": config.refine}
+    return Form(f"cells{shared}", {"pattern": "cells", "residual": True, **own})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +221,8 @@ def compare(
 ) -> list[Row]:
     """Runs every form at every keep rate on the same images; the dense model comes first.
 
+    Rates whose budget holds not one cell are left out where cells are opened.
+
     Args:
         student: a converted, calibrated model.
         batches: as `Evaluation` takes them.
@@ -221,9 +231,12 @@ def compare(
         progress: as `Evaluation` takes it.
     """
     evaluation = Evaluation(student, batches, progress)
+    tokens = host_of(student).grid(student).num_tokens
     rows = [evaluation.row(DENSE)]
     for form in forms:
-        rows += [evaluation.row(form, keep) for keep in (keeps if form.needs_keep else (None,))]
+        config = config_of(student).replace(**form.changes)
+        possible = [keep for keep in keeps if config.can_keep(keep, tokens)] if form.needs_keep else [None]
+        rows += [evaluation.row(form, keep) for keep in possible]
     return rows
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from sparsifiner.config import TokenConfig, budget
+from sparsifiner.config import TokenConfig
 from sparsifiner.convert import config_of, conversion_of, reconfigure
 from sparsifiner.errors import ConfigError
 from sparsifiner.inspect import compare
@@ -95,9 +94,8 @@ def frontier(points: Sequence[Point], cost: str = "total_macs", value: str = "to
 
 def possible_levels(student: nn.Module) -> tuple[float, ...]:
     """Those of `LEVELS` that a model can take: where cells are opened, a budget must hold one."""
-    config, tokens = config_of(student), conversion_of(student).host.grid(student).num_tokens
-    least = 1 if config.asks_predictor else math.prod(config.cells[0])
-    return tuple(level for level in LEVELS if budget(level, tokens) >= least)
+    tokens = conversion_of(student).host.grid(student).num_tokens
+    return tuple(level for level in LEVELS if config_of(student).can_keep(level, tokens))
 
 
 def layer_recalls(
