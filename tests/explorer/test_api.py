@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import copy
+import dataclasses
 import http.client
 import json
 import random
@@ -18,12 +19,14 @@ from starlette.testclient import TestClient
 import sparsifiner as sp
 from sparsifiner.convert import sparse_layers
 from sparsifiner.explorer import pictures, sessions
+from sparsifiner.explorer.app import create_app
 from sparsifiner.explorer.engine import Engine, attention_row
 from sparsifiner.explorer.guard import Guard, guard_settings
 from sparsifiner.explorer.refusal import Refusal
 from sparsifiner.explorer.sessions import Sessions
 from sparsifiner.inspect.statistics import measure
 
+from ..toys import make_vit
 from .conftest import CONFIG, DEPTH, GRID, HEADS, TOKENS, file_of, noise
 
 IMAGE = "image-1.png"
@@ -640,3 +643,23 @@ def test_the_page_names_nothing_outside_itself(client):
     assert "style=" not in page
     assert "onclick" not in page
     assert client.get("/static/app.js").headers["content-type"].startswith("text/javascript")
+
+
+def test_a_model_that_opens_cells(subject):
+    student = sp.sparsify(make_vit(depth=2), sp.SparseConfig(0.3, pattern="cells"))
+    app = create_app(dataclasses.replace(subject, student=student))
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        model = get(client, "about")["model"]
+        assert (model["pattern"], model["layers"][0]) == ("cells", {"heads": 3, "landmarks": 0})
+        assert get(client, "basis", layer=0, head=2)["rows"] == []
+        view = get(client, "view", image=IMAGE, layer=1, head=0, query=7)
+        assert view["cells"] == [3 * (patch // 10) + patch % 5 // 2 for patch in range(25)]
+        assert view["coefficients"] is None
+        kept, given = view["maps"]["mask"]["patches"], view["maps"]["estimate"]["patches"]
+        assert [value > 0 for value in given] == [not key for key in kept]
+        assert get(client, "view", image=IMAGE, layer=1, head=0, query=0)["cells"] is None
+        dropped = get(client, "view", image=IMAGE, layer=1, head=0, query=0, token_keep=0.5)
+        assert sum(value is not None for value in dropped["maps"]["full"]["patches"]) < 25
+        refused = client.get("/api/run", params={"image": IMAGE, "keep": 0.05})
+        assert "a budget of 2 keys is less than one cell" in refused.json()["error"]
+    app.state.explorer.engine.close()

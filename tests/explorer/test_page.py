@@ -1,11 +1,16 @@
 """The page in a real browser."""
 
+import dataclasses
 import re
 import shutil
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
+import sparsifiner as sp
+from sparsifiner.explorer.app import create_app
+
+from ..toys import make_vit
 from .conftest import GRID, file_of, noise, serving
 
 expect.set_options(timeout=20_000)  # a neighbour may have the other core
@@ -345,3 +350,24 @@ def test_a_server_that_is_gone_is_said_to_be(browser, app):
     click_patch(page, 1, 1)
     expect(page.get_by_role("alert")).to_contain_text("The server does not answer")
     page.close()
+
+
+def test_a_model_that_opens_cells(browser, subject):
+    student = sp.sparsify(make_vit(depth=2), sp.SparseConfig(0.3, pattern="cells"))
+    app = create_app(dataclasses.replace(subject, student=student))
+    errors: list[str] = []
+    with serving(app) as address, browser.new_context(viewport=WIDE) as context:
+        page = context.new_page()
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.goto(address)
+        ready(page)
+        for hidden in ("#basis", "#tau", "#basis_threshold"):
+            expect(page.locator(hidden)).to_be_hidden()
+        expect(page.locator("#residual-name")).to_have_text("Standing cells")
+        expect(page.locator("#patch")).to_contain_text("opens cells of at most 8 of 26 keys")
+        assert pixels(page, "#map-mask") > 1
+        page.locator("#tile").select_option("2x2")
+        expect_link(page, "tile=2x2")
+        expect(page.locator("#problem")).to_be_hidden()
+    app.state.explorer.engine.close()
+    assert errors == []

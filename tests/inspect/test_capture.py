@@ -1,8 +1,12 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import sparsifiner as sp
 from sparsifiner.errors import ConfigError
+from sparsifiner.inspect.capture import seen_cells
+from sparsifiner.ops.connectivity import Connectivity
 
 
 @pytest.fixture
@@ -77,3 +81,39 @@ def test_a_query_that_does_not_exist_is_refused(student, photos):
     ):
         student(photos)
     assert bool(torch.isfinite(student(photos)).all())  # the observer is gone
+
+
+def test_cells_of_one_level(vit, photos):
+    student = sp.sparsify(vit, sp.SparseConfig(0.3, pattern="cells"))
+    with sp.capture(student, layers=[1], queries=[0, 7, 25]) as seen:
+        student(photos[:2])
+    found = seen[1]
+    numbers = seen_cells(found.opened, found.queries)
+    assert numbers.shape == (2, 3, 3, 25)
+    rows, columns = torch.arange(25) // 5 // 2, torch.arange(25) % 5 // 2
+    assert torch.equal(numbers, (3 * rows + columns).expand(2, 3, 3, 25))
+    # A key is kept or gets something through its cell, and that is all there is.
+    kept = found.mask[:, :, 1:]
+    assert torch.equal(found.estimate[:, :, 1:] > 0, ~kept)
+    used = found.sparse_map * (1 - found.estimate.sum(-1, keepdim=True)) + found.estimate
+    torch.testing.assert_close(used.sum(-1), torch.ones(2, 3, 3))
+
+
+def test_cells_of_several_levels():
+    """Four patches in a row, cells of one and of two, and one of all: lists are keys 0 to 4, then cells."""
+    cells = SimpleNamespace(of=torch.tensor([[0, 1, 2, 3]]), parent=torch.tensor([4, 4, 5, 5, 6, 6, -1]))
+    for listed, wanted in [
+        ([0, 1, 6, 10], [0, 1, 5, 5]),  # the first patch itself, the second as its own cell, the rest as one
+        ([0, 1, 2, 10], [0, 1, 5, 5]),
+        ([0, 11], [6, 6, 6, 6]),
+        ([0, 1, 2, 3, 4], [0, 1, 2, 3]),
+    ]:
+        row = torch.tensor(listed, dtype=torch.int32)[None, None, None]
+        about = {"members": torch.tensor([[1]]), "num_prefix": 1}
+        counts = torch.full((1, 1, 1), len(listed), dtype=torch.int32)
+        lists = Connectivity(row, counts, num_tokens=12, **about)
+        keys = Connectivity(row[..., :1], counts.clamp(max=1), num_tokens=5, **about)
+        assert (
+            seen_cells(SimpleNamespace(lists=lists, keys=keys, cells=cells), torch.tensor([1])).flatten().tolist()
+            == wanted
+        )

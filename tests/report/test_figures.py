@@ -171,3 +171,35 @@ def test_photos(vit, tmp_path):
     for name, reason in (("broken.png", "cannot be read"), ("none.png", "does not exist")):
         with pytest.raises(DataError, match=reason):
             read_photo(vit, tmp_path / name)
+
+
+@pytest.fixture
+def opening(photos):
+    student = sp.sparsify(make_vit(depth=4), sp.SparseConfig([0.3, 0.3, 1.0, 0.3], pattern="cells"))
+    return figures.look(student, photos[0], np.full((20, 20, 3), 0.5), (1, 3))
+
+
+def test_opened_cells(opening):
+    figure = figures.opened_cells(opening, [0, 2], 1)  # of which the second is dense
+    assert len(figure.axes) == 4
+    axes = figure.axes[1]
+    seen = opening.maps[0]
+    mask = opening.on_grid(seen.mask[0, 1, 0]) > 0
+    shade = axes.get_images()[-1].get_array()[..., 3]
+    assert np.array_equal(shade == 0, mask)
+    assert axes.get_xlabel() == f"{mask.sum()} of 25 patches, 7 standing cells"
+    dim, bright = (collection.get_segments() for collection in axes.collections)
+    assert len(dim) + len(bright) == 2 * 5 * 4  # 5 x 5 patches are 3 x 3 cells: four lines of five, each way
+    used, full = pictures(figure)[2][0], pictures(figure)[3][0]
+    assert used[~mask].sum() == pytest.approx(opening.on_grid(seen.estimate[0, 1, 0]).sum(), rel=1e-5)
+    assert np.abs(used - full).max() < 0.5
+    with pytest.raises(ConfigError, match="every layer shown is dense: it opens no cells"):
+        figures.opened_cells(opening, [2], 0)
+
+
+def test_all_figures_of_a_model_made_for_cells(opening, photos, tmp_path):
+    paths = figures.figures(opening, photos[0], tmp_path, layers=[0, 3], heads=[0], tokens=sp.TokenConfig(0.5))
+    names = {path.stem for path in paths}
+    assert names == {"connections", "attentions", "cells", "patterns", "recall", "tokens"}
+    with pytest.raises(ConfigError, match="unknown figure 'basis': choose from connections, attentions, cells"):
+        figures.figures(opening, photos[0], tmp_path, layers=[0], heads=[0], tokens=sp.TokenConfig(0.5), only=["basis"])

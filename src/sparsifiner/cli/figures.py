@@ -44,7 +44,8 @@ def figures(
 ) -> None:
     """Draws what a patch attends to: connections, full, low-rank and sparse attention, basis, coefficients, patterns.
 
-    With --data, what the budgets cost against what they keep, too.
+    A model that opens cells has those drawn in the place of basis and coefficients. With --data, what the budgets cost
+    against what they keep, too.
 
     Example: `sparsifiner figures student.safetensors --image dog.jpg --layers 2,5,9 --query 6,7`
     """

@@ -15,6 +15,7 @@ from sparsifiner.explorer.anatomy import Anatomy
 from sparsifiner.explorer.engine import LayerPass, Pass, attention_row
 from sparsifiner.explorer.refusal import Refusal
 from sparsifiner.explorer.subject import Subject
+from sparsifiner.inspect.capture import seen_cells
 
 TOP_CLASSES = 5
 
@@ -163,7 +164,17 @@ def view(anatomy: Anatomy, run: Pass, layer: int, head: int, query: int) -> dict
             name: None if values is None else _spread(values, found, anatomy.patches) for name, values in maps.items()
         },
         "coefficients": None if row.coefficients is None else _numbers(row.coefficients),
+        "cells": _cells(anatomy, found, head, query),
     }
+
+
+def _cells(anatomy: Anatomy, layer: LayerPass, head: int, query: int) -> list[int | None] | None:
+    """The number of the cell as which each patch is seen, opened or not; None for prefix queries and without cells."""
+    position = _position(anatomy, layer, query)
+    if layer.opened is None or position < layer.num_prefix:
+        return None
+    numbers = seen_cells(layer.opened, torch.tensor([position]))[0, head, 0].tolist()
+    return _on_grid(numbers, layer, anatomy.patches)
 
 
 def _position(anatomy: Anatomy, layer: LayerPass, query: int) -> int:
@@ -187,13 +198,17 @@ def _position(anatomy: Anatomy, layer: LayerPass, query: int) -> int:
 def _spread(values: Tensor, layer: LayerPass, cells: int) -> dict[str, list[Any]]:
     """Values of present tokens as those of the prefix and of every cell of the grid, None where one was dropped."""
     numbers = _numbers(values)
-    patches: list[Any] = numbers[layer.num_prefix :]
-    if layer.cells is not None:
-        spread: list[Any] = [None] * cells
-        for cell, value in zip(layer.cells.tolist(), patches, strict=True):
-            spread[cell] = value
-        patches = spread
-    return {"prefix": numbers[: layer.num_prefix], "patches": patches}
+    return {"prefix": numbers[: layer.num_prefix], "patches": _on_grid(numbers[layer.num_prefix :], layer, cells)}
+
+
+def _on_grid(patches: list[Any], layer: LayerPass, cells: int) -> list[Any]:
+    """Values of present patches at their places on the grid, None where one was dropped."""
+    if layer.cells is None:
+        return patches
+    spread: list[Any] = [None] * cells
+    for cell, value in zip(layer.cells.tolist(), patches, strict=True):
+        spread[cell] = value
+    return spread
 
 
 def _numbers(values: Tensor) -> list[float]:

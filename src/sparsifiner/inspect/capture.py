@@ -13,7 +13,7 @@ from sparsifiner.convert import sparse_layers
 from sparsifiner.errors import ConfigError
 from sparsifiner.inspect.observe import observing
 from sparsifiner.nn.attention import Observation
-from sparsifiner.ops.cells import shares
+from sparsifiner.ops.cells import Opened, shares
 from sparsifiner.ops.connectivity import Connectivity, accumulation_dtype
 
 
@@ -35,6 +35,7 @@ class LayerCapture:
             cells are opened: what keys that are not kept get through the cell that stands for them.
         coefficients: ``A_down`` ``[batch, h, Q, m]``; zero rows for prefix queries; None in a dense layer.
         connectivity: all lists of the layer, all heads; None in a dense layer.
+        opened: all lists over keys and cells; None unless cells are opened. `seen_cells` reads them.
     """
 
     queries: Tensor
@@ -48,6 +49,28 @@ class LayerCapture:
     estimate: Tensor | None
     coefficients: Tensor | None
     connectivity: Connectivity | None
+    opened: Opened | None = None
+
+
+def seen_cells(opened: Opened, queries: Tensor) -> Tensor:
+    """The number of the cell as which some queries see each patch, int64 ``[batch, heads, Q, patches]``.
+
+    That is the cell which stands for it, of whichever level, and where it is seen itself the finest one it lies in.
+
+    Args:
+        opened: what a layer attends to.
+        queries: int64 ``[Q]``, tokens.
+    """
+    cells, n = opened.cells, opened.keys.num_tokens
+    stands = opened.lists.mask(queries)[..., n:]  # [batch, heads, Q, cells]
+    parent: Tensor | None = getattr(cells, "parent", None)  # where there are coarser levels
+    shape = (*stands.shape[:3], cells.of.shape[1])
+    finest = number = cells.of[:, None, None].expand(shape)
+    found = finest.clone()
+    while parent is not None and bool((parent[number] >= 0).any()):
+        number = torch.where(parent[number] >= 0, parent[number], number)
+        found = torch.where(stands.gather(3, number), number, found)
+    return found
 
 
 @contextlib.contextmanager
@@ -127,4 +150,5 @@ def _record(seen: Observation, heads: Sequence[int] | None, queries: Sequence[in
         estimate=estimate,
         coefficients=coefficients,
         connectivity=seen.connectivity,
+        opened=seen.opened,
     )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sparsifiner.config import TokenConfig
 from sparsifiner.convert import config_of, conversion_of, reconfigure, sparse_layers
 from sparsifiner.errors import ConfigError
-from sparsifiner.inspect.capture import LayerCapture, capture
+from sparsifiner.inspect.capture import LayerCapture, capture, seen_cells
 from sparsifiner.inspect.compare import Form, Row, running_as
 from sparsifiner.inspect.observe import observing
 from sparsifiner.inspect.statistics import LayerStatistics, measure
@@ -174,6 +174,53 @@ def three_attentions(scene: Scene, layers: Sequence[int], head: int) -> Any:
     for axes, title in zip(panels[0], titles, strict=True):
         axes.set_title(title, fontsize=9)
     return figure
+
+
+def opened_cells(scene: Scene, layers: Sequence[int], head: int) -> Any:
+    """(i) The cells that the query opens, those that stand for their keys dimmed, and what it attends to with both."""
+    found = [layer for layer in layers if scene.maps[layer].opened is not None]
+    if not found:
+        raise ConfigError("every layer shown is dense: it opens no cells")
+    titles = ("query", "opened cells", "attention through both", "full attention")
+    figure, panels = pyplot().subplots(
+        len(found), 4, figsize=(8, 2.05 * len(found)), dpi=150, squeeze=False, layout="constrained"
+    )
+    for layer, row in zip(found, panels, strict=True):
+        seen = scene.maps[layer]
+        assert seen.opened is not None
+        assert seen.estimate is not None
+        rest = seen.estimate[0, head, 0]  # the kept keys share what it leaves them
+        used = seen.sparse_map[0, head, 0] * (1 - rest.sum()) + rest
+        mask = scene.on_grid(seen.mask[0, head, 0]) > 0
+        numbers = seen_cells(seen.opened, seen.queries)[0, head, 0].reshape(scene.grid).numpy()
+        _show(row[0], scene.photo, None, scene)
+        _kept(row[1], mask, scene)
+        standing = _outline(row[1], numbers, mask)
+        kind = "standing cells" if config_of(scene.student).residual else "cells left out"
+        row[1].set_xlabel(f"{int(mask.sum())} of {mask.size} patches, {standing} {kind}", fontsize=7)
+        _show(row[2], scene.photo, scene.on_grid(used), scene)
+        _show(row[3], scene.photo, scene.on_grid(seen.full_map[0, head, 0]), scene)
+        row[0].set_ylabel(f"layer {layer}, head {head}", fontsize=8)
+    for axes, title in zip(panels[0], titles, strict=True):
+        axes.set_title(title, fontsize=9)
+    return figure
+
+
+def _outline(axes: Any, numbers: np.ndarray, opened: np.ndarray) -> int:
+    """Draws the borders of cells, bright around opened ones; returns how many are not opened."""
+    from matplotlib.collections import LineCollection
+
+    cells, bright = np.pad(numbers, 1, constant_values=-1), np.pad(opened, 1)
+    lines: dict[bool, list[Any]] = {False: [], True: []}
+    for row, column in np.ndindex(cells.shape):
+        for down, right in ((0, 1), (1, 0)):
+            other = min(row + down, cells.shape[0] - 1), min(column + right, cells.shape[1] - 1)
+            if cells[row, column] != cells[other]:  # the border between the two, in patches
+                end = (column + right - 1, row + down - 1)
+                lines[bool(bright[row, column] or bright[other])].append([end, (column, row)])
+    axes.add_collection(LineCollection(lines[False], colors="white", alpha=0.3, linewidths=0.4))
+    axes.add_collection(LineCollection(lines[True], colors="#fde725", linewidths=1.0))
+    return len(np.unique(numbers[~opened]))
 
 
 def basis(scene: Scene, layers: Sequence[int], head: int, most: int = 16) -> Any:
@@ -362,10 +409,11 @@ def figures(
         "basis": lambda: basis(scene, layers, heads[0]),
         "coefficients": lambda: coefficients(scene, heads[0], every),
     }
+    of_cells: dict[str, Callable[[], Any]] = {"cells": lambda: opened_cells(scene, layers, heads[0])}
     makers: dict[str, Callable[[], Any]] = {
         "connections": lambda: connections(scene, layers, heads),
         "attentions": lambda: three_attentions(scene, layers, heads[0]),
-        **(of_predictor if config_of(scene.student).asks_predictor else {}),
+        **(of_predictor if config_of(scene.student).asks_predictor else of_cells),
         "patterns": lambda: patterns(scene, layers, heads[0]),
         "recall": lambda: recalls(scene.statistics, 1),
         "tokens": lambda: kept_tokens(

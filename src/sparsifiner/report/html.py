@@ -234,4 +234,7 @@ def pictures_of(student: nn.Module, image: Any, photo: Any, name: str) -> list[P
         found.append(
             Picture(figures.basis(scene, layers, 0), "The sparse basis of head 0: some rows of w_up, by layer.")
         )
+    if any(scene.maps[layer].opened is not None for layer in layers):
+        shown = "the cells it opens, the others dimmed, and what it attends to through both."
+        found.insert(1, Picture(figures.opened_cells(scene, layers, 0), f"{where}, head 0: {shown}"))
     return found

@@ -17,10 +17,11 @@ page.show = async () => {
   showMaps();
   showPatch(state, view, run, about.model);
   showClasses(run);
-  showCosts(run);
+  showCosts(run, about.model);
   showSettings();
   const words = sentence(state, view, run, about.model);
   if (find("reading").textContent !== words) find("reading").textContent = words; // else it would be read out again
+  if (about.model.pattern === "cells") return; // there is no basis
   const { layer, head } = state;
   const key = `${layer} ${head}`;
   if (!bases.has(key)) bases.set(key, await api.basis(layer, head));
@@ -31,6 +32,7 @@ function buildHeader() {
   const { model, notes, limits, version } = page.about;
   const [height, width] = model.image;
   const facts = [model.name, `${height} × ${width} px`, `${model.tokens} tokens`, `${model.layers.length} layers`];
+  find("basis").hidden = model.pattern === "cells";
   find("model").textContent = facts.join(" · ");
   const lines = [...notes, `sparsifiner ${version}`];
   find("notes").replaceChildren(...lines.map((note) => element("li", { textContent: note })));

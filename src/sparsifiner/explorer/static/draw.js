@@ -1,5 +1,6 @@
-// Maps on canvases. A scene is { photo, grid, values, mask, dropped, query, tile, high, opacity, smooth }: what is null is
-// not drawn. Values, mask and dropped are over the grid, row by row; query is a cell.
+// Maps on canvases. A scene is { photo, grid, values, mask, units, dropped, query, tile, high, opacity, smooth }: what is
+// null is not drawn. Values, mask and units, the cells that are opened or stand for their keys, are over the grid, row by row, as
+// are the dropped; query is a patch of it.
 
 import { colour } from "./colours.js";
 
@@ -29,6 +30,7 @@ export function draw(canvas, scene) {
   const cells = { width: width / scene.grid[1], height: height / scene.grid[0] };
   if (scene.values) drawHeat(context, scene, width, height);
   if (scene.mask) drawMask(context, scene, cells);
+  if (scene.mask && scene.units) drawUnits(context, scene, cells, scale);
   if (scene.dropped) drawDropped(context, scene, cells, scale);
   if (scene.tile) drawTile(context, scene, cells, scale);
   if (scene.query !== null && scene.query >= 0) drawQuery(context, scene, cells, scale);
@@ -90,6 +92,32 @@ function drawMask(context, scene, cells) {
   scene.mask.forEach((kept, cell) => {
     if (!kept) context.fillRect(...place(cell, scene.grid, cells));
   });
+}
+
+// The borders of cells, bright around those that are opened.
+function drawUnits(context, scene, cells, scale) {
+  const [rows, columns] = scene.grid;
+  const at = (values, row, column) => (row < rows && column < columns ? values[row * columns + column] : null);
+  for (const bright of [false, true]) {
+    context.beginPath();
+    for (let row = 0; row < rows; row++) {
+      for (let column = 0; column < columns; column++) {
+        const [x, y, width, height] = place(row * columns + column, scene.grid, cells);
+        const own = at(scene.units, row, column);
+        const border = (down, right, from, to) => {
+          const near = at(scene.mask, row, column) || at(scene.mask, row + down, column + right);
+          if (at(scene.units, row + down, column + right) === own || Boolean(near) !== bright) return;
+          context.moveTo(...from);
+          context.lineTo(...to);
+        };
+        border(0, 1, [x + width, y], [x + width, y + height]);
+        border(1, 0, [x, y + height], [x + width, y + height]);
+      }
+    }
+    context.strokeStyle = bright ? "#fde725" : "rgb(255 255 255 / 0.3)";
+    context.lineWidth = (bright ? 1.5 : 0.75) * scale;
+    context.stroke();
+  }
 }
 
 // What is no longer there is grey and hatched.

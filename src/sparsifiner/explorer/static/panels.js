@@ -65,6 +65,7 @@ export function showPatch(state, view, run, model) {
   }
   let kind = `sparse: at most ${layer.budget} of ${layer.tokens} keys by score, beside the prefix and itself`;
   if (layer.dense) kind = `dense: the budget of ${layer.budget} keys covers all ${layer.tokens} tokens`;
+  else if (model.pattern === "cells") kind = `sparse: opens cells of at most ${layer.budget} of ${layer.tokens} keys`;
   else if (model.pattern === "linformer") kind = "low-rank attention only: no key is kept";
   facts.push(fact("This layer", kind));
   facts.push(fact("Its recall", "mean of this head’s patches", bar(layer.heads[state.head], percent(layer.heads[state.head]))));
@@ -93,7 +94,7 @@ export function showClasses(run) {
   find("classes").tBodies[0].replaceChildren(...rows);
 }
 
-export function showCosts(run) {
+export function showCosts(run, model) {
   const { costs, connections } = run;
   const lines = [
     ["Attention", costs.dense_attention, costs.attention],
@@ -112,12 +113,17 @@ export function showCosts(run) {
     );
   });
   find("costs").tBodies[0].replaceChildren(...rows);
-  showParts(costs);
+  showParts(costs, model);
 }
 
 // What sparse attention is made of, against the length of dense attention.
-function showParts(costs) {
-  const names = { core: "kept connections", predictor: "predictor", residual: "residual" };
+function showParts(costs, model) {
+  const opens = model.pattern === "cells";
+  const names = {
+    core: "kept connections",
+    predictor: opens ? "choice of cells" : "predictor",
+    residual: opens ? "standing cells" : "residual",
+  };
   const longest = Math.max(costs.attention, costs.dense_attention);
   const parts = Object.keys(names).map((name) => {
     const part = element("span", { className: name });

@@ -53,7 +53,13 @@ export function buildSettings() {
   }
   find("residual").addEventListener("change", (event) => change("residual", event.target.checked));
   find("tile").addEventListener("change", (event) => change("tile", event.target.value));
-  find("tile").disabled = page.about.model.pattern !== "learned";
+  const { pattern } = page.about.model;
+  find("tile").disabled = !["learned", "cells"].includes(pattern);
+  if (pattern === "cells") {
+    for (const name of ["tau", "basis_threshold"]) find(name).closest(".control").hidden = true;
+    find("residual-name").textContent = "Standing cells";
+    find("residual-hint").textContent = "Cells that are not opened stand for their keys.";
+  }
   buildTiles();
   find("token_keep").value = own.token_keep < 1 ? own.token_keep : 0.7;
   find("drops").addEventListener("change", (event) => {

@@ -13,9 +13,18 @@ const MAPS = {
   full: ["Full map", "what dense attention would be"],
   estimate: ["Low-rank map", "the predictor’s estimate"],
 };
+const OF_CELLS = {
+  mask: ["Opened cells", "the keys this patch sees one by one"],
+  estimate: ["Standing cells", "what keys get through the cell that stands for them"],
+};
 const HEAT = ["used", "full", "estimate"];
 
 // ------------------------------------------------------------------------------------------------ showing
+
+// A map's name and what it shows, which depends on how keys are chosen.
+function about(name) {
+  return (page.about.model.pattern === "cells" && OF_CELLS[name]) || MAPS[name];
+}
 
 function layerNow() {
   return page.run.layers[page.state.layer];
@@ -48,6 +57,7 @@ function scene(name, overlay) {
     grid: page.about.model.grid,
     values: HEAT.includes(name) ? maps?.[name]?.patches ?? null : null,
     mask: name === "mask" ? maps?.mask.patches ?? null : null,
+    units: page.view?.cells ?? null,
     dropped: droppedCells(),
     query: cellOf(page.state.query),
     tile: tileNow(),
@@ -71,8 +81,8 @@ export function showMaps() {
 function captionOf(name) {
   const { view, run } = page;
   if (name === "estimate" && view && !view.maps.estimate) return "nothing is predicted here";
-  if (name === "used" && run.settings.residual && view?.maps.estimate) return "what is computed, with the residual";
-  return MAPS[name][1];
+  if (name === "used" && run.settings.residual && view?.maps.estimate) return `what is computed, with ${page.about.model.pattern === "cells" ? "standing cells" : "the residual"}`;
+  return about(name)[1];
 }
 
 function showLegend() {
@@ -302,7 +312,7 @@ function buildMaps() {
       { title: `Key ${index}` },
       radio("map", name, chooseMap),
       element("canvas", { id: `map-${name}`, "aria-hidden": "true" }),
-      element("span", { className: "name", textContent: MAPS[name][0] }),
+      element("span", { className: "name", textContent: about(name)[0] }),
       element("span", { className: "hint", id: `map-${name}-note` }),
     ),
   );
