@@ -116,8 +116,11 @@ def _huggingface() -> torch.nn.Module | None:
     return model
 
 
+CELLS = sp.SparseConfig(0.5, pattern="cells", cells=((2, 2), (4, 4)), refine=0.25, tile=(2, 2))
+
+
 class Checkpoints(Target):
-    """Converted models: by name, with tokens dropped, predictors alone, of Hugging Face."""
+    """Converted models: by name, with tokens dropped, predictors alone, with cells and none, of Hugging Face."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -128,6 +131,7 @@ class Checkpoints(Target):
             _saved(sp.sparsify(self.host, config), folder),
             _saved(sp.sparsify(self.host, pruned), folder),
             _saved(sp.sparsify(self.host, config), folder, host_weights=False),
+            _saved(sp.sparsify(self.host, CELLS), folder),
         ]
         if (other := _huggingface()) is not None:
             self.files.append(_saved(sp.sparsify(other, config), folder))
@@ -137,7 +141,7 @@ class Checkpoints(Target):
 
     def make(self, draw: Random) -> Case:
         # Hugging Face's models take longer to make: fewer of them.
-        number = draw.choice([0, 0, 0, 1, 1, 2, 2, 3][: 2 * len(self.files)])
+        number = draw.choice([0, 0, 0, 1, 1, 2, 2, 3, 3, 4][: 2 * len(self.files) + 1])
         return Case(mutations.spoil_safetensors(self.files[number], draw, self.files, "sparsifiner"), number)
 
     def run(self, case: Case) -> None:
@@ -225,7 +229,11 @@ class Configs(Target):
         super().__init__(folder)
         self.host = host()
         tokens = sp.TokenConfig(0.5, "evit", [1], fuse=True)
-        made = [sp.SparseConfig(0.3, n_down=4, tile=(2, 2)), sp.SparseConfig([0.3, 0.5], n_down=4, tokens=tokens)]
+        made = [
+            sp.SparseConfig(0.3, n_down=4, tile=(2, 2)),
+            sp.SparseConfig([0.3, 0.5], n_down=4, tokens=tokens),
+            CELLS,
+        ]
         self.documents = [json.loads(config.to_json()) for config in made]
 
     def good(self) -> list[Case]:
