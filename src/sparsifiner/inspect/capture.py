@@ -63,11 +63,11 @@ def seen_cells(opened: Opened, queries: Tensor) -> Tensor:
     """
     cells, n = opened.cells, opened.keys.num_tokens
     stands = opened.lists.mask(queries)[..., n:]  # [batch, heads, Q, cells]
-    parent: Tensor | None = getattr(cells, "parent", None)  # where there are coarser levels
+    parent = cells.parent
     shape = (*stands.shape[:3], cells.of.shape[1])
     finest = number = cells.of[:, None, None].expand(shape)
     found = finest.clone()
-    while parent is not None and bool((parent[number] >= 0).any()):
+    while bool((parent[number] >= 0).any()):
         number = torch.where(parent[number] >= 0, parent[number], number)
         found = torch.where(stands.gather(3, number), number, found)
     return found

@@ -274,7 +274,8 @@ class SparseAttention(StandIn):
         return learned and not self.observers and not self._needs_gradient(*inputs)
 
     def _needs_gradient(self, *inputs: Tensor) -> bool:
-        return torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *self.predictor.parameters()))
+        weights = self.predictor.parameters() if self.config.asks_predictor else ()
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, *weights))
 
     def _fused(self, backend: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self._check_grid(q.shape[2])
