@@ -27,7 +27,7 @@ from sparsifiner.models import create_host
 
 NAME = "deit_tiny_patch16_224"
 CALIBRATION = 64
-TILE = (4, 4)
+TILES = (None, (2, 2), (4, 4), (8, 8))
 
 
 def photos(part: str, pixels: int, limit: int, data: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
@@ -56,12 +56,22 @@ def photos(part: str, pixels: int, limit: int, data: dict[str, Any]) -> list[tup
 
 
 def forms() -> list[compare.Form]:
-    """Either form, per query and in tiles."""
+    """Either form, per query and in tiles; cells of one or two levels, and with a tolerance (keep is then a bound)."""
     found = []
-    for tile in (None, TILE):
+    for tile in TILES:
         where = "per query" if tile is None else f"tile {tile[0]}x{tile[1]}"
-        found.append(compare.Form(f"cells 2x2, {where}", {"pattern": "cells", "tile": tile}))
-        found.append(compare.Form(f"predictor, {where}", {"pattern": "learned", "tile": tile}))
+        settings: dict[str, Any] = {"tile": tile, "cells": ((2, 2),), "tolerance": 0.0, "refine": 0.5}
+        found.append(compare.Form(f"cells 2x2, {where}", settings | {"pattern": "cells"}))
+        found.append(compare.Form(f"predictor, {where}", settings | {"pattern": "learned"}))
+        if tile == (4, 4):
+            settings |= {"cells": ((2, 2), (4, 4)), "pattern": "cells"}
+            found.append(compare.Form(f"cells 2x2 and 4x4, {where}", settings))
+            tolerant = settings | {"tolerance": 0.13, "refine": 0.6}
+            found.append(compare.Form(f"tolerance 0.13, cells 2x2 and 4x4, {where}", tolerant))
+        if tile is None:
+            found.append(
+                compare.Form("tolerance 0.1, cells 2x2, per query", settings | {"pattern": "cells", "tolerance": 0.1})
+            )
     return found
 
 
@@ -70,7 +80,7 @@ def main() -> None:
     parser.add_argument("--pixels", default="512", help="sides of the photos, between commas")
     parser.add_argument("--keep", default="0.1", help="keep rates, between commas")
     parser.add_argument("--images", type=int, default=400)
-    parser.add_argument("--only", default="", help="forms whose name starts so")
+    parser.add_argument("--only", default="", help="forms whose name begins so, between semicolons")
     arguments = parser.parse_args()
     path = RESULTS / "cells.csv"
     rows: list[dict[str, Any]] = list(read_csv(path))
@@ -78,7 +88,7 @@ def main() -> None:
         host = create_host(NAME, str(assets() / f"{NAME}.safetensors"), img_size=pixels)
         data: dict[str, Any] = host.pretrained_cfg  # pyright: ignore[reportAssignmentType]
         student = sp.sparsify(host, sp.suggest_config(host, 0.1, pattern="learned"))
-        wanted = [form for form in forms() if form.name.startswith(arguments.only)]
+        wanted = [form for form in forms() if form.name.startswith(tuple(arguments.only.split(";")))]
         if any("predictor" in form.name for form in wanted):
             start = time.perf_counter()
             sp.calibrate(student, torch.cat([x for x, _ in photos("calibrate", pixels, CALIBRATION, data)]))

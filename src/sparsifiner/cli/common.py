@@ -57,6 +57,12 @@ Refine = Annotated[
     float | None,
     typer.Option(help="For pattern cells: share of a coarser level's cells that are opened into finer ones: 0.5."),
 ]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(
+        help="Of cells: open only those whose error is estimated larger; --keep is then the most. 0 for none."
+    ),
+]
 TokenMethod = Annotated[str, typer.Option(help="How the tokens to keep are chosen: evit or dynamicvit.")]
 TokenFuse = Annotated[bool, typer.Option("--token-fuse", help="EViT: the dropped tokens live on in one.")]
 TokenFuseOfficial = Annotated[
@@ -114,10 +120,11 @@ def parse_tile(text: str | None) -> tuple[int, int] | None:
     return None if text is None else config.parse_tile(text, "--tile")
 
 
-def given_form(tile: str | None, cells: str | None, refine: float | None) -> dict[str, Any]:
-    """What --tile, --cells and --refine say, those that were given."""
+def given_form(tile: str | None, cells: str | None, refine: float | None, tolerance: float | None) -> dict[str, Any]:
+    """What --tile, --cells, --refine and --tolerance say, those that were given."""
     found = {} if tile is None else {"tile": parse_tile(tile)}
-    return found | given(cells=None if cells is None else config.parse_cells(cells, "--cells"), refine=refine)
+    sizes = None if cells is None else config.parse_cells(cells, "--cells")
+    return found | given(cells=sizes, refine=refine, tolerance=tolerance)
 
 
 def parse_tokens(keep: float | None, method: str, fuse: bool = False, official: bool = False) -> TokenConfig | None:
@@ -238,6 +245,7 @@ def describe_form(found: SparseConfig) -> str:
     shared = "each query opens its own" if found.tile is None else f"tiles of {_by(found.tile)} queries open the same"
     levels = ", ".join(map(_by, found.cells))
     refined = f", {found.refine:g} of the coarser ones opened into finer" if len(found.cells) > 1 else ""
+    refined += f", where the error is over {found.tolerance:g}" if found.tolerance else ""
     dense = f"; dense layers: {', '.join(map(str, found.dense))}" if found.dense else ""
     return f"keep {keep}: cells of {levels} patches{refined}; {shared}{dense}"
 

@@ -21,6 +21,7 @@ def convert(
     tile: common.Tile = None,
     cells: common.Cells = None,
     refine: common.Refine = None,
+    tolerance: common.Tolerance = None,
     residual: Annotated[bool, typer.Option(help="Cells that are not opened stand for their keys.")] = True,
     tune: common.Tune = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Images a batch while --tune measures; of noise.")] = 16,
@@ -38,7 +39,7 @@ def convert(
     import sparsifiner as sp
 
     common.use_threads(threads)
-    chosen = common.given_form(tile, cells, refine)
+    chosen = common.given_form(tile, cells, refine, tolerance)
     host = common.host_model(model, weights, image_size)
     config = sp.suggest_config(host, common.parse_keep(keep), residual=residual, **chosen)
     student = sp.sparsify(host, config).eval()

@@ -21,6 +21,7 @@ def evaluate(
     pattern: common.Pattern = None,
     cells: common.Cells = None,
     refine: common.Refine = None,
+    tolerance: common.Tolerance = None,
     token_keep: Annotated[
         float | None, typer.Option(help="Drop tokens too: share of the patches that a block keeps; 1 for all.")
     ] = None,
@@ -50,7 +51,7 @@ def evaluate(
 
     common.use_threads(threads)
     student = sp.load(checkpoint)
-    changes: dict[str, Any] = common.given_form(tile, cells, refine)
+    changes: dict[str, Any] = common.given_form(tile, cells, refine, tolerance)
     if keep is not None:
         changes["keep"] = common.parse_keep(keep)
     if residual is not None:

@@ -57,6 +57,9 @@ class Recipe:
     refine: float | None = _option(
         None, "For pattern cells: the share of a coarser level's cells that are opened into finer ones.", low=0, high=1
     )
+    tolerance: float | None = _option(
+        None, "For pattern cells: open only those whose error is estimated larger; keep is then the most.", low=0
+    )
     token_keep: float | None = _option(
         None, "Drop tokens too: the share of the patches that a block keeps.", low=0, high=1
     )
@@ -194,7 +197,7 @@ class Recipe:
 
     def sparsity(self) -> dict[str, Any]:
         """Settings of `SparseConfig` that are given; the others are the model's, or suggested for it."""
-        names = ("n_down", "tau", "basis_threshold", "pattern", "cells", "refine", "tile")
+        names = ("n_down", "tau", "basis_threshold", "pattern", "cells", "refine", "tolerance", "tile")
         chosen = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.tile is not None:
             chosen["tile"] = parse_tile(self.tile)
