@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import sparsifiner as sp
+from sparsifiner import calibration
 from sparsifiner.calibration import fit_attention
 from sparsifiner.convert import sparse_layers
 from sparsifiner.data.batches import as_batches
@@ -52,15 +53,99 @@ def test_the_fit_is_the_ridge_solution(student):
         torch.testing.assert_close(layer.predictor.w_up.double(), solution, rtol=1e-3, atol=1e-5)
 
 
-def test_query_chunks_and_batches_do_not_change_the_fit(vit, monkeypatch):
+@pytest.mark.parametrize("queries", [256, 7])
+def test_chunks_and_batches_do_not_change_the_fit(vit, monkeypatch, queries):
+    monkeypatch.setattr(calibration, "QUERIES", queries)
     images = natural(20)
     fits = []
-    for chunk, batches in ((256, images), (7, list(images.split(3)))):
-        monkeypatch.setattr("sparsifiner.calibration.QUERY_CHUNK", chunk)
+    for chunk, tokens, batches in ((1 << 20, 1 << 14, images), (1, 60, list(images.split(3)))):
+        monkeypatch.setattr(calibration, "CHUNK_ELEMENTS", chunk)
+        monkeypatch.setattr(calibration, "BATCH_TOKENS", tokens)
         student = sp.sparsify(vit, CONFIG)
         fit_attention(student, batches)
         fits.append(sparse_layers(student)[1].predictor.w_up)
     torch.testing.assert_close(*fits, rtol=1e-3, atol=1e-5)
+
+
+def test_chunks_do_not_change_the_gradient_of_a_step(vit, monkeypatch):
+    student = sp.sparsify(vit, CONFIG)
+    held = calibration._Held(student, 8)
+    with torch.no_grad():
+        calibration._fit_attention(student, natural(8), 1e-4, None, held)
+    layer = sparse_layers(student)[0]
+    sample, gradients = held.take(layer), []
+    for chunk in (1 << 20, 1):
+        monkeypatch.setattr(calibration, "CHUNK_ELEMENTS", chunk)
+        descent = calibration._Descent(layer, sample, 0)
+        descent._differentiate([5, 0, 2])
+        gradients.append((descent.w_down.grad, descent.w_up.grad))
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("tile", [None, (2, 2), (3, 2)])  # the last is cut at the border
+def test_a_sample_of_the_queries_fits_as_well_as_all(monkeypatch, tile):
+    vit = make_vit(depth=4)
+    images, others = natural(128), natural(32)
+    errors = {}
+    for queries in (25, 6, 0):
+        student = sp.sparsify(vit, CONFIG.replace(tile=tile))
+        if queries:
+            monkeypatch.setattr(calibration, "QUERIES", queries)
+            sp.calibrate(student, images)
+        with torch.no_grad():
+            difference = student.forward_features(others) - vit.forward_features(others)
+        errors[queries] = difference.square().mean().item()
+    assert errors[6] < 1.1 * errors[25]
+    assert errors[6] < errors[0]
+
+
+def test_sampled_queries_are_whole_groups_all_over_the_grid_and_others_in_each_image(vit, monkeypatch):
+    layer = sparse_layers(sp.sparsify(vit, CONFIG))[0]
+    assert torch.equal(calibration._sampled_queries(layer, 3), torch.arange(1, 26)[:, None])
+    monkeypatch.setattr(calibration, "QUERIES", 5)
+    drawn = [calibration._sampled_queries(layer, image) for image in range(40)]
+    for queries in drawn:  # one of each row of the 5 x 5 grid
+        assert ((queries.flatten() - 1) // 5).tolist() == [0, 1, 2, 3, 4]
+    assert set(torch.cat(drawn).flatten().tolist()) == set(range(1, 26))
+    assert torch.equal(drawn[7], calibration._sampled_queries(layer, 7))
+    tiled = sparse_layers(sp.sparsify(vit, CONFIG.replace(tile=(2, 2))))[0]
+    assert calibration._sampled_queries(tiled, 0).shape == (2, 4)  # of nine tiles that 25 queries are in
+
+
+def test_spread_takes_one_of_each_part():
+    random = torch.Generator().manual_seed(0)
+    assert calibration._spread(9, 9, random).tolist() == list(range(9))
+    drawn = torch.stack([calibration._spread(3, 10, random) for _ in range(200)])
+    assert [sorted(set(column.tolist())) for column in drawn.T] == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
+
+
+def test_the_error_is_that_of_the_output(vit):
+    """The loss of a step against the layer's own output with and without what it drops."""
+    images = natural(6)
+    student = sp.sparsify(vit, CONFIG)
+    sp.calibrate(student, images)
+    held = calibration._Held(student, 6)
+    with torch.no_grad():
+        calibration._fit_attention(student, images, 1e-4, None, held)
+    layer = sparse_layers(student)[0]
+    q, k = qk_of(student, images)[0]
+    sample = held.take(layer)
+    loss = calibration._Descent(layer, sample, 0)._loss(sample)
+    v = sample.v.transpose(0, 1).double()
+    a_down = reference.coefficients(q, k, layer.predictor.w_down.double(), layer.scale)[:, :, 1:]
+    w_up = layer.predictor.w_up.double()
+    mask = layer.predict(q.float(), k.float())[0].mask()[:, :, 1:]
+    attention = reference.full_attention(q, k, layer.scale)[:, :, 1:]
+    kept = torch.where(mask, attention, 0)
+    estimate = torch.where(mask, 0, a_down @ w_up)
+    output = (kept / kept.sum(-1, keepdim=True) * (1 - estimate.sum(-1, keepdim=True)) + estimate) @ v
+    mixing = layer.adapter.mixing(layer.host).double()
+    expected = ((output - attention @ v).transpose(1, 2).flatten(2) @ mixing.mT).square().sum()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-3, atol=0)
+
+
+def test_one_image_is_enough(student):
+    assert sp.calibrate(student, natural(1)).images == 1
 
 
 def test_refining_brings_the_output_closer():
@@ -175,7 +260,7 @@ def test_progress_is_told(student):
         return advance
 
     sp.calibrate(student, natural(20), progress=start)
-    assert told == [["fitting the attention", 20, 20], ["fitting the output, layers", 2, 2]]
+    assert told == [["fitting the attention", 20, 20], ["fitting the output", 64, 64]]
 
 
 def test_calibrating_at_another_size_makes_it_the_predictors_own(vit):
@@ -195,17 +280,15 @@ def test_a_model_of_any_size_is_calibrated_at_its_own():
 
 
 def test_held_images_are_spread_over_the_stream(vit, monkeypatch):
-    from sparsifiner import calibration
-
     student = sp.sparsify(vit, CONFIG)
-    per_image = 2 * 3 * 26 * 24 * 4
+    per_image = 2 * (26 + 26 + 25) * 24 * 4
     monkeypatch.setattr(calibration, "HELD_BYTES", 4 * per_image)
     taken = []
     descend = calibration._Descent.__init__
 
-    def watch(self, layer, q, k, v, seed):
-        taken.append(len(q))
-        descend(self, layer, q, k, v, seed)
+    def watch(self, layer, held, seed):
+        taken.append(len(held.members))
+        descend(self, layer, held, seed)
 
     monkeypatch.setattr(calibration._Descent, "__init__", watch)
     sp.calibrate(student, natural(21))  # every sixth: 0, 6, 12, 18

@@ -16,11 +16,14 @@ def test_lines_where_there_is_no_terminal(capsys, monkeypatch):
         now[0] += 1
         display.update(6, "loss 0.5")
         display.update(8, "loss 0.4")
+        display.begin("phase 3", 9, 5)  # goes on: the five before were not of this run
+        now[0] += 40
+        display.update(6, "loss 0.3")
     lines = capsys.readouterr().err.splitlines()
     assert [line for line in lines if line.startswith("images")] == [
-        "images: 30/100, 30 s",
-        "images: 60/100, 60 s",
-        "images: 90/100, 90 s",
+        "images: 30/100, 30 s, 70 s left",
+        "images: 60/100, 60 s, 40 s left",
+        "images: 90/100, 90 s, 10 s left",
         "images: 100/100, 100 s",
     ]
     assert [line for line in lines if line.startswith("shards")] == [
@@ -28,8 +31,8 @@ def test_lines_where_there_is_no_terminal(capsys, monkeypatch):
         "shards: 6, 60 s",
         "shards: 9, 90 s",
     ]
-    assert lines[-1] == "phase 2: 8/8, 1 s, loss 0.4"
-    assert sum(line.startswith("phase") for line in lines) == 1
+    assert lines[-2:] == ["phase 2: 8/8, 1 s, loss 0.4", "phase 3: 6/9, 40 s, 120 s left, loss 0.3"]
+    assert sum(line.startswith("phase") for line in lines) == 2
 
 
 def test_bars_on_a_terminal(capsys, monkeypatch):

@@ -7,6 +7,9 @@ One pass over a few hundred images through the dense model, then two steps, each
 2. Refinement, where the residual is on: what matters is then not the attention but the error that dropping
    keys leaves in the output, ``Σ_dropped (s_ij - A_ij)(v_j - o_i)`` with ``o_i`` the output over the kept
    keys. A few gradient steps on queries, keys and values held from the pass make its square small.
+
+Both look at a sample of an image's queries, spread over its grid: the cost grows with the tokens, not with their square
+(but for the dense model's own).
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,22 +31,28 @@ from sparsifiner.inspect.statistics import LayerStatistics, measure
 from sparsifiner.nn.attention import Observation, SparseAttention
 from sparsifiner.nn.grid import landmark_pooling
 from sparsifiner.nn.patterns import RANKINGS, pattern_mask
-from sparsifiner.ops.connectivity import accumulation_dtype, low_rank_attention, query_groups
+from sparsifiner.ops.connectivity import accumulation_dtype, query_groups
 from sparsifiner.ops.eager import top_budget
 from sparsifiner.progress import Progress
 
-# Rows of the true attention built at a time.
-QUERY_CHUNK = 256
-# Images on which the report measures recall and density.
-REPORT_IMAGES = 32
-BATCH_SIZE = 16
-# The refinement: steps per layer, images a step, and the share of their queries; chosen on DeiT-Tiny.
+# Queries of an image that are looked at: at 197 tokens all of them, at more a sample, so that the cost grows with the
+# tokens and not with their square.
+QUERIES = 256
+# The refinement: steps per layer, images a step, and queries of each; chosen on DeiT-Tiny. With many tokens a step has
+# fewer images, so that it reads so many keys.
 STEPS = 32
 STEP_IMAGES = 32
-STEP_QUERIES = 0.25
-# Elements of the attention a step may build (32 MiB in float32), and bytes of queries, keys and values held.
-STEP_ELEMENTS = 1 << 23
+STEP_QUERIES = 24
+STEP_KEYS = 1 << 16
+# Tokens of the images that go through the model together, and elements of the attention built at a time.
+BATCH_SIZE = 16
+BATCH_TOKENS = 1 << 14
+CHUNK_ELEMENTS = 1 << 20
+# Bytes of queries, keys and values held for the refinement.
 HELD_BYTES = 2 << 30
+# Images on which the report measures recall and density, and their tokens.
+REPORT_IMAGES = 32
+REPORT_TOKENS = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +63,7 @@ class CalibrationReport:
         images: how many images were seen.
         seconds: time for fitting, the report's own measurements not included.
         layers: recall, connections and densities of each layer at the current settings, measured on the first
-            images.
+            images: 32, or fewer with many tokens.
     """
 
     images: int
@@ -92,8 +101,9 @@ def calibrate(
 ) -> CalibrationReport:
     """Fits the predictors of a converted model to images; the host's weights stay as they are.
 
-    Deterministic: the same images in the same batches give the same predictors. The refinement fits the
-    settings the model has now (keep, tile, thresholds); others can be set afterwards without calibrating anew.
+    Deterministic: the same images in the same batches give the same predictors, for which queries are looked at is
+    settled by the number of the image. The refinement fits the settings the model has now (keep, tile, thresholds);
+    others can be set afterwards without calibrating anew.
 
     Args:
         student: a converted model.
@@ -101,8 +111,8 @@ def calibrate(
             hundred images are enough. What can be gone through only once is held in memory.
         ridge: the λ of the regression, relative to the mean of G's diagonal.
         refine: do the second step; needs the residual.
-        progress: called with a title and the number of images, or 0 if unknown; returns a function that is told
-            how many more are done.
+        progress: called with a title and a number, of images (0 if unknown) or of steps; returns a function that is
+            told how many more are done. `sparsifiner.progress.show_progress` gives one that shows the time left.
 
     Raises:
         ConfigError: the model opens cells, which needs no calibration.
@@ -127,7 +137,8 @@ def calibrate(
         if held is not None:
             _refine(held, progress)
     seconds = time.perf_counter() - start
-    return CalibrationReport(seen, seconds, tuple(measure(student, _first(source, REPORT_IMAGES))))
+    few = min(REPORT_IMAGES, -(-REPORT_TOKENS // record.grid.num_tokens))
+    return CalibrationReport(seen, seconds, tuple(measure(student, _first(source, few, record.grid.num_tokens))))
 
 
 def fit_attention(
@@ -156,10 +167,14 @@ def _fit_attention(student, images, ridge: float, progress: Progress | None, hel
     layers = sparse_layers(student)
     sums = {id(layer): _RegressionSums(layer) for layer in layers}
 
-    def observe(seen: Observation) -> None:
-        sums[id(seen.layer)].add(seen)
+    def observe(seen: Observation, first: int) -> None:
+        layer = seen.layer
+        _check_tokens(seen.q.shape[2], sums[id(layer)].cross.shape[2])
+        members = torch.stack([_sampled_queries(layer, first + i) for i in range(len(seen.q))]).to(seen.q.device)
+        q = _rows(seen.q.transpose(0, 1), members.clamp(min=0).flatten(1))
+        sums[id(layer)].add(q, seen.k.transpose(0, 1), members.flatten(1) >= 0)
         if held is not None:
-            held.add(seen)
+            held.add(seen, first, q, members)
 
     count = _pass(student, images, observe, progress)
     solutions = [sums[id(layer)].solve(ridge) for layer in layers]
@@ -171,28 +186,64 @@ def _fit_attention(student, images, ridge: float, progress: Progress | None, hel
     return count
 
 
+def _check_tokens(n: int, own: int) -> None:
+    if n != own:
+        raise DataError(
+            f"these images make {n} tokens, the model's own size makes {own}: calibrate on images of the model's "
+            "own size (set_input_size changes it; config.image_size says it of transformers' DINOv2)"
+        )
+
+
+def _sampled_queries(layer: SparseAttention, image: int) -> Tensor:
+    """Which patch queries of an image are looked at: whole groups that share a list, ``[groups, size]`` as members.
+
+    They are spread over the grid, and other ones in each image; the same whatever the batches.
+    """
+    groups = query_groups(layer.grid.size, layer.grid.num_prefix, layer.config.tile, torch.device("cpu"))
+    patches = layer.grid.num_tokens - layer.grid.num_prefix
+    count = -(-len(groups) * min(QUERIES, patches) // patches)
+    return groups[_spread(count, len(groups), torch.Generator().manual_seed(image))]
+
+
+def _spread(count: int, total: int, random: torch.Generator) -> Tensor:
+    """``count`` of the numbers below ``total``: one, at random, of each of as many equal parts."""
+    bounds = torch.arange(count + 1) * total // count
+    first, width = bounds[:-1], bounds.diff()
+    return first + (torch.rand(count, dtype=torch.float64, generator=random) * width).long()
+
+
+def _rows(x: Tensor, tokens: Tensor) -> Tensor:
+    """Of ``[heads, batch, n, d]`` the rows ``[batch, count]``, which differ from image to image."""
+    return x[:, torch.arange(len(tokens), device=x.device)[:, None], tokens]
+
+
+def _chunks(images: int, elements: int) -> Iterator[slice]:
+    """Images at a time, so that what takes so many elements of each stays small."""
+    step = max(1, CHUNK_ELEMENTS // elements)
+    return (slice(start, min(start + step, images)) for start in range(0, images, step))
+
+
 class _RegressionSums:
     """``G`` and ``R`` of one layer, for landmarks that are the means of their cells."""
 
     def __init__(self, layer: SparseAttention) -> None:
         heads, landmarks, device = layer.num_heads, layer.predictor.n_down, layer.predictor.w_up.device
         pooling = landmark_pooling(landmarks, layer.grid.size, layer.grid.num_prefix)
+        self.scale = layer.scale
         self.w_down = pooling.to(device).expand(heads, -1, -1)
         self.gram = torch.zeros(heads, landmarks, landmarks, dtype=torch.float64, device=device)
         self.cross = torch.zeros(heads, landmarks, layer.grid.num_tokens, dtype=torch.float64, device=device)
 
-    def add(self, seen: Observation) -> None:
-        layer, n, own = seen.layer, seen.q.shape[2], self.cross.shape[2]
-        if n != own:
-            raise DataError(
-                f"these images make {n} tokens, the model's own size makes {own}: calibrate on images of the model's "
-                "own size (set_input_size changes it; config.image_size says it of transformers' DINOv2)"
-            )
-        a_down = low_rank_attention(seen.q, seen.k, self.w_down, layer.grid.num_prefix, layer.scale)
-        for rows, attention in _attention_rows(seen):
-            part = a_down[:, :, rows].transpose(0, 1).flatten(1, 2)  # [heads, batch * rows, m]
+    def add(self, q: Tensor, k: Tensor, real: Tensor) -> None:
+        """Rows of queries and all keys, ``[heads, batch, ..., d]``; ``real`` ``[batch, rows]`` says which count."""
+        dtype = accumulation_dtype(q.dtype)
+        q, k = q.to(dtype), k.to(dtype)
+        a_down = _low_rank(q, k, self.w_down.to(dtype), self.scale) * real[..., None]
+        for images in _chunks(len(real), q[:, 0, :, 0].numel() * k.shape[2]):
+            attention = torch.softmax(q[:, images] @ k[:, images].mT * self.scale, dim=-1)
+            part = a_down[:, images].flatten(1, 2)  # [heads, images * rows, m]
             self.gram += (part.mT @ part).double()
-            self.cross += (part.mT @ attention.transpose(0, 1).flatten(1, 2)).double()
+            self.cross += (part.mT @ attention.flatten(1, 2)).double()
 
     def solve(self, ridge: float) -> Tensor:
         diagonal = self.gram.diagonal(dim1=1, dim2=2)
@@ -203,57 +254,59 @@ class _RegressionSums:
         return torch.cholesky_solve(self.cross, factor)
 
 
-def _attention_rows(seen: Observation) -> Iterator[tuple[slice, Tensor]]:
-    """The true attention of the patch queries, ``[batch, heads, chunk, n]`` at a time."""
-    dtype = accumulation_dtype(seen.q.dtype)
-    prefix = seen.layer.grid.num_prefix
-    q, k = seen.q[:, :, prefix:].to(dtype), seen.k.to(dtype)
-    for start in range(0, q.shape[2], QUERY_CHUNK):
-        rows = slice(start, start + QUERY_CHUNK)
-        yield rows, torch.softmax(q[:, :, rows] @ k.mT * seen.layer.scale, dim=-1)
+def _low_rank(q: Tensor, k: Tensor, w_down: Tensor, scale: float) -> Tensor:
+    """Eq. 1 with heads first, so that all images are one product with the weights of their head."""
+    _, images, _, width = k.shape
+    k_down = (w_down @ k.transpose(1, 2).flatten(2)).unflatten(2, (images, width)).transpose(1, 2)
+    return torch.softmax(q @ k_down.mT * scale, dim=-1)
+
+
+class _Sample(NamedTuple):
+    """Of some images in one layer, heads first: sampled queries, all keys and values, whose queries they are."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    members: Tensor
 
 
 class _Held:
-    """Queries, keys and values of the layers that will be sparse, of as many images as memory allows.
+    """Samples of the layers that will be sparse, of as many images as memory allows.
 
     Where not all fit, they are spread over the stream: data on disk is often sorted by class.
     """
 
     def __init__(self, student: nn.Module, images: int) -> None:
-        self.parts: dict[SparseAttention, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        self.parts: dict[SparseAttention, list[_Sample]] = {}
         layers = [layer for layer in sparse_layers(student) if not layer.is_dense()]
+        values = 0
         for layer in layers:
             self.parts[layer] = []
+            tokens = 2 * layer.grid.num_tokens + _sampled_queries(layer, 0).numel()
+            values += tokens * layer.num_heads * layer.head_dim
         dtype = next(student.parameters()).dtype
-        per_image = sum(3 * layer.grid.num_tokens * layer.num_heads * layer.head_dim for layer in layers)
-        self.room = max(1, HELD_BYTES // max(1, per_image * dtype.itemsize))  # images
+        self.room = max(1, HELD_BYTES // max(1, values * dtype.itemsize))  # images
         self.every = max(1, -(-images // self.room))
-        self.passed = dict.fromkeys(layers, 0)
 
-    def add(self, seen: Observation) -> None:
+    def add(self, seen: Observation, first: int, q: Tensor, members: Tensor) -> None:
         if seen.layer not in self.parts:
             return
-        passed = self.passed[seen.layer]
-        numbers = range(passed, passed + len(seen.q))
-        chosen = [i - passed for i in numbers if i % self.every == 0 and i // self.every < self.room]
-        self.passed[seen.layer] = passed + len(seen.q)
-        if len(chosen) == len(seen.q):
-            self.parts[seen.layer].append((seen.q, seen.k, seen.v))
-        elif chosen:
-            self.parts[seen.layer].append((seen.q[chosen], seen.k[chosen], seen.v[chosen]))
+        numbers = range(first, first + len(seen.q))
+        chosen = [i - first for i in numbers if i % self.every == 0 and i // self.every < self.room]
+        if chosen:  # copies: what the layers show are views of tensors that hold more
+            k, v = (x.transpose(0, 1)[:, chosen] for x in (seen.k, seen.v))
+            self.parts[seen.layer].append(_Sample(q[:, chosen], k, v, members[chosen]))
 
-    def take(self, layer: SparseAttention) -> tuple[Tensor, Tensor, Tensor]:
+    def take(self, layer: SparseAttention) -> _Sample:
         """All that is held of a layer, which is held no longer."""
-        q, k, v = zip(*self.parts.pop(layer), strict=True)
-        return torch.cat(q), torch.cat(k), torch.cat(v)
+        q, k, v, members = zip(*self.parts.pop(layer), strict=True)
+        return _Sample(torch.cat(q, 1), torch.cat(k, 1), torch.cat(v, 1), torch.cat(members))
 
 
 def _refine(held: _Held, progress: Progress | None) -> None:
-    advance = progress("fitting the output, layers", len(held.parts)) if progress else None
+    advance = progress("fitting the output", STEPS * len(held.parts)) if progress else None
     for number, layer in enumerate(list(held.parts)):
-        _Descent(layer, *held.take(layer), seed=number).run()
-        if advance:
-            advance(1)
+        _Descent(layer, held.take(layer), seed=number).run(advance)
 
 
 class _Descent:
@@ -263,82 +316,105 @@ class _Descent:
     ``w_up`` spreads a mass of about one over n keys, ``w_down`` averages n / m of them.
     """
 
-    def __init__(self, layer: SparseAttention, q: Tensor, k: Tensor, v: Tensor, seed: int) -> None:
+    def __init__(self, layer: SparseAttention, held: _Sample, seed: int) -> None:
         predictor = layer.predictor
-        heads, landmarks, n = predictor.w_down.shape
+        _, landmarks, n = predictor.w_down.shape
         self.dtype = accumulation_dtype(predictor.w_up.dtype)
-        self.layer, self.q, self.k, self.v = layer, q, k, v
+        self.layer, self.held = layer, held
         self.mixing = layer.adapter.mixing(layer.host).detach().to(self.dtype)
-        self.members = query_groups(layer.grid.size, layer.grid.num_prefix, layer.config.tile, q.device)
         self.w_down = predictor.w_down.detach().to(self.dtype, copy=True).requires_grad_()
         self.w_up = predictor.w_up.detach().to(self.dtype, copy=True).requires_grad_()
         self.rates = {self.w_up: 0.6 / n, self.w_down: 0.004 * landmarks / n}
         groups = [{"params": [parameter]} for parameter in self.rates]
         self.optimiser = torch.optim.Adam(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-12)
-        self.images = min(STEP_IMAGES, len(q))
-        room = STEP_ELEMENTS // (self.images * heads * n * self.members.shape[1])
-        self.groups = max(1, min(math.ceil(STEP_QUERIES * len(self.members)), room))
+        count, groups, size = held.members.shape
+        self.images = min(STEP_IMAGES, count, max(1, STEP_KEYS // n))
+        self.groups = min(groups, -(-STEP_QUERIES // size))
         self.random = torch.Generator().manual_seed(seed)
 
-    def run(self) -> None:
+    def run(self, advance: Callable[[int], None] | None) -> None:
         order: list[int] = []
         for step in range(STEPS):
             schedule = 0.5 * (1 + math.cos(math.pi * step / STEPS)) * min(1.0, (step + 1) / 4)
             for group, rate in zip(self.optimiser.param_groups, self.rates.values(), strict=True):
                 group["lr"] = rate * schedule
             if len(order) < self.images:
-                order += torch.randperm(len(self.q), generator=self.random).tolist()
+                order += torch.randperm(len(self.held.members), generator=self.random).tolist()
             images, order = order[: self.images], order[self.images :]
-            chosen = torch.randperm(len(self.members), generator=self.random)[: self.groups]
             self.optimiser.zero_grad()
-            with torch.enable_grad():
-                self._loss(images, self.members[chosen.to(self.members.device)]).backward()
+            self._differentiate(images)
             self.optimiser.step()
+            if advance:
+                advance(1)
         with torch.no_grad():
             self.layer.predictor.w_down.copy_(self.w_down)
             self.layer.predictor.w_up.copy_(self.w_up)
 
-    def _loss(self, images: list[int], members: Tensor) -> Tensor:
-        real = (members >= 0).flatten()
-        tokens = members.clamp(min=self.layer.grid.num_prefix).flatten()
-        q = self.q[images][:, :, tokens].to(self.dtype)  # [images, heads, rows, d]
-        k, v = self.k[images].to(self.dtype), self.v[images].to(self.dtype)
-        a_down = low_rank_attention(q, k, self.w_down, 0, self.layer.scale)
+    def _differentiate(self, images: list[int]) -> None:
+        """Adds up the gradient of the mean error over some queries of each image, other ones in each."""
+        total = self.held.members.shape[1]
+        groups = torch.stack([_spread(self.groups, total, self.random) for _ in images])
+        sample = self._pick(torch.tensor(images), groups)
+        queries = (sample.members >= 0).sum()
+        heads, _, rows, _ = sample.q.shape
+        for chunk in _chunks(len(images), heads * rows * sample.k.shape[2]):
+            q, k, v = (x[:, chunk] for x in sample[:3])
+            with torch.enable_grad():
+                (self._loss(_Sample(q, k, v, sample.members[chunk])) / queries).backward()
+
+    def _pick(self, images: Tensor, groups: Tensor) -> _Sample:
+        """Groups ``[images, count]`` of some images."""
+        images, groups = images.to(self.held.q.device), groups.to(self.held.q.device)
+        members = self.held.members[images[:, None], groups]
+        size = members.shape[2]
+        rows = (groups[..., None] * size + torch.arange(size, device=groups.device)).flatten(1)
+        q = self.held.q[:, images[:, None], rows]
+        k, v = self.held.k[:, images], self.held.v[:, images]
+        return _Sample(q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), members)
+
+    def _loss(self, sample: _Sample) -> Tensor:
+        """The sum of the squared errors of the sample's rows."""
+        q, k, v, members = sample
+        a_down = _low_rank(q, k, self.w_down, self.layer.scale)  # [heads, images, rows, m]
         with torch.no_grad():
-            kept = self._kept(a_down, members, tokens)
+            kept = self._kept(a_down, members)
             attention = torch.softmax(q @ k.mT * self.layer.scale, dim=-1)
             exact = torch.where(kept, attention, 0)
-            exact = (exact / exact.sum(-1, keepdim=True)) @ v  # the output over the kept keys
-            wanted = attention @ v - exact
-        estimate = torch.where(kept, 0, a_down @ self.w_up)
-        error = estimate @ v - estimate.sum(-1, keepdim=True) * exact - wanted
-        error = error.transpose(1, 2).flatten(2) @ self.mixing.mT  # what the block adds to its tokens
-        return error.square().sum(-1)[:, real].mean()
+            exact = exact / exact.sum(-1, keepdim=True)  # over the kept keys
+        estimate = (a_down.flatten(1, 2) @ self.w_up).unflatten(1, q.shape[1:3])
+        missed = torch.where(kept, 0, estimate - attention)
+        error = (missed - missed.sum(-1, keepdim=True) * exact) @ v
+        error = error.permute(1, 2, 0, 3).flatten(2) @ self.mixing.mT  # what the block adds to its tokens
+        return error.square().sum(-1)[members.flatten(1) >= 0].sum()
 
-    def _kept(self, a_down: Tensor, members: Tensor, tokens: Tensor) -> Tensor:
+    def _kept(self, a_down: Tensor, members: Tensor) -> Tensor:
         """The keys that each row would keep now, as a mask: Eq. 2-3 on some rows only."""
-        layer = self.layer
+        layer, size = self.layer, members.shape[2]
+        tokens = members.clamp(min=layer.grid.num_prefix).flatten(1)
         if layer.config.pattern in RANKINGS:  # whatever the image
             prefix = layer.grid.num_prefix
             mask = pattern_mask(layer.config.pattern, layer.grid.size, prefix, layer.budget()).to(tokens.device)
-            return mask[tokens].expand(*a_down.shape[:2], -1, -1)
-        coefficients = torch.where(a_down > layer.config.tau, a_down, 0).unflatten(2, members.shape)
+            return mask[tokens].expand(len(a_down), -1, -1, -1)
+        coefficients = torch.where(a_down > layer.config.tau, a_down, 0).unflatten(2, (-1, size))
         real = (members >= 0).to(a_down.dtype)[..., None]
-        coefficients = (coefficients * real).sum(3) / real.sum(1)
+        coefficients = (coefficients * real).sum(3) / real.sum(2)  # [heads, images, groups, m]
         basis = torch.where(self.w_up > layer.basis_threshold, self.w_up, 0)
-        mask = top_budget(coefficients @ basis, layer.budget()).repeat_interleave(members.shape[1], dim=2)
+        scores = (coefficients.flatten(1, 2) @ basis).unflatten(1, coefficients.shape[1:3])
+        mask = top_budget(scores, layer.budget()).repeat_interleave(size, dim=2)
         mask[..., : layer.grid.num_prefix] = True
-        mask[:, :, torch.arange(len(tokens), device=tokens.device), tokens] = True
-        return mask
+        return mask.scatter_(3, tokens[..., None].expand(*mask.shape[:3], 1), True)
 
 
 def _pass(
     student: nn.Module,
     images: Tensor | Iterable[Any],
-    observer: Callable[[Observation], None],
+    observer: Callable[[Observation, int], None],
     progress: Progress | None,
 ) -> int:
-    """Runs the dense host over the images, every layer watched; returns how many there were."""
+    """Runs the dense host over the images, every layer watched; returns how many there were.
+
+    The observer is told the number of the first image too.
+    """
     layers = sparse_layers(student)
     device = next(student.parameters()).device
     was_training = student.training
@@ -346,8 +422,8 @@ def _pass(
     advance = progress("fitting the attention", _count(images)) if progress else None
     count = 0
     try:
-        with torch.no_grad(), dense_mode(student), observing(layers, observer):
-            for batch in as_batches(images, BATCH_SIZE):
+        with torch.no_grad(), dense_mode(student), observing(layers, lambda seen: observer(seen, count)):
+            for batch in _batches(images, conversion_of(student).grid.num_tokens):
                 student(batch.to(device))
                 count += len(batch)
                 if advance:
@@ -355,6 +431,12 @@ def _pass(
     finally:
         student.train(was_training)
     return count
+
+
+def _batches(images: Tensor | Iterable[Any], tokens: int) -> Iterator[Tensor]:
+    """No larger than memory should hold of images with so many tokens."""
+    for batch in as_batches(images, BATCH_SIZE):
+        yield from batch.split(max(1, BATCH_TOKENS // tokens))
 
 
 def _count(images: Tensor | Iterable[Any]) -> int:
@@ -366,9 +448,9 @@ def _count(images: Tensor | Iterable[Any]) -> int:
     return getattr(images, "num_images", 0)
 
 
-def _first(images: Tensor | Iterable[Any], count: int) -> Iterator[Tensor]:
+def _first(images: Tensor | Iterable[Any], count: int, tokens: int) -> Iterator[Tensor]:
     """Batches with the first so many images."""
-    for batch in as_batches(images, BATCH_SIZE):
+    for batch in _batches(images, tokens):
         yield batch[:count]
         count -= len(batch)
         if count <= 0:

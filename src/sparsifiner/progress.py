@@ -86,7 +86,7 @@ class _Lines:
 
 class _Line:
     def __init__(self, title: str, total: int, done: int) -> None:
-        self.title, self.total, self.done = title, total, done
+        self.title, self.total, self.first, self.done = title, total, done, done
         self.began = self.said = time.monotonic()
 
     def to(self, done: int, text: str = "") -> None:
@@ -95,5 +95,7 @@ class _Line:
             return
         self.said = now
         share = f"{done}/{self.total}" if self.total else str(done)
-        parts = [f"{self.title}: {share}", f"{now - self.began:.0f} s", *([text] if text else [])]
-        print(", ".join(parts), file=sys.stderr, flush=True)
+        parts = [f"{self.title}: {share}", f"{now - self.began:.0f} s"]
+        if self.first < done < self.total:  # at the pace so far
+            parts.append(f"{(now - self.began) * (self.total - done) / (done - self.first):.0f} s left")
+        print(", ".join([*parts, *([text] if text else [])]), file=sys.stderr, flush=True)
