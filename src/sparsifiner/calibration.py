@@ -43,7 +43,7 @@ QUERIES = 256
 STEPS = 32
 STEP_IMAGES = 32
 STEP_QUERIES = 24
-STEP_KEYS = 1 << 16
+STEP_KEYS = 48 << 10
 # Tokens of the images that go through the model together, and elements of the attention built at a time.
 BATCH_SIZE = 16
 BATCH_TOKENS = 1 << 14
@@ -52,7 +52,7 @@ CHUNK_ELEMENTS = 1 << 20
 HELD_BYTES = 2 << 30
 # Images on which the report measures recall and density, and their tokens.
 REPORT_IMAGES = 32
-REPORT_TOKENS = 1 << 14
+REPORT_TOKENS = 1 << 13
 
 
 @dataclasses.dataclass(frozen=True)
