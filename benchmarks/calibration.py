@@ -61,7 +61,7 @@ def measure(pixels: int, images: int, queries: str, held_out: int) -> dict[str, 
         calibration.QUERIES = sys.maxsize
     host = create_host(NAME, str(assets() / f"{NAME}.safetensors"), img_size=pixels)
     data: dict[str, Any] = host.pretrained_cfg  # pyright: ignore[reportAssignmentType]
-    student = sp.sparsify(host, sp.suggest_config(host, KEEP))
+    student = sp.sparsify(host, sp.suggest_config(host, KEEP, pattern="learned"))
     chosen = photos(pixels, data, held_out=False, limit=images)
     start, cpu_start = time.perf_counter(), time.process_time()
     report = sp.calibrate(student, chosen)

@@ -201,8 +201,11 @@ def test_convert_then_everything_else(folder, opening, tmp_path):
     )
     assert [row["name"] for row in rows] == ["model, dense", "model, cells, keep 0.5"]
     assert rows[1]["residual"]
-    swept = json.loads(run("sweep", opening, *data, "--keeps", "0.5", "--json").stdout)
-    assert [point["keep"] for point in swept["points"]] == [0.5]
+    more = ("--tiles", "none,2x2", "--levels", "2x2;1x1,2x2", "--out", tmp_path / "sweep")
+    swept = json.loads(run("sweep", opening, *data, "--keeps", "0.5", *more, "--json").stdout)
+    shapes = ["per query, cells 2x2", "per query, cells 1x1 2x2", "tile 2x2, cells 2x2", "tile 2x2, cells 1x1 2x2"]
+    assert [point["shape"] for point in swept["points"]] == shapes
+    assert (tmp_path / "sweep" / "sweep.png").exists()
     run("report", opening, *data, "--limit", 4, "--out", tmp_path / "report.html")
     assert "the means of cells" in (tmp_path / "report.html").read_text()
     photo = next((folder / "images" / "ant").iterdir())

@@ -33,6 +33,16 @@ def test_sweep_measures_every_setting(student, photos):
     assert points[2].to_dict()["token_keep"] == 0.5
 
 
+def test_tiles_and_levels_of_cells(vit, photos):
+    student = sp.sparsify(vit, sp.SparseConfig(0.4, pattern="cells", tile=(4, 4)))
+    shapes = [{}, {"tile": ()}, {"tile": (2, 2)}, {"cells": ((1, 1), (2, 2))}, {"tile": (), "cells": ((1, 2),)}]
+    _, points = sweep(Evaluation(student, [(photos, torch.arange(6) % 7)]), [Setting(0.4, **shape) for shape in shapes])
+    names = ["", "per query", "tile 2x2", "cells 1x1 2x2", "per query, cells 1x2"]
+    assert [point.to_dict()["shape"] for point in points] == names
+    assert [point.setting.name for point in points[:2]] == ["keep 0.4", "keep 0.4, per query"]
+    assert len({point.row.divergence for point in points}) == 5
+
+
 def row(cost, value):
     empty = dict.fromkeys([field.name for field in dataclasses.fields(Row)])
     return Row(**(empty | {"total_macs": cost, "top1": value}))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sparsifiner import config
 from sparsifiner.cli import common
 from sparsifiner.errors import ConfigError
 from sparsifiner.progress import show_progress
@@ -18,6 +19,14 @@ def sweep(
     data: Annotated[str, typer.Option(help="Labelled images to measure on. " + common.DATA)],
     keeps: Annotated[str, typer.Option(help="Shares of keys kept, between commas.")] = "0.5,0.25,0.1,0.05",
     token_keeps: Annotated[str, typer.Option(help="Shares of tokens that a block keeps, between commas.")] = "1",
+    tiles: Annotated[
+        str | None,
+        typer.Option(help="Tiles of queries that share, such as none,2x2,4x4; the model's own if not given."),
+    ] = None,
+    levels: Annotated[
+        str | None,
+        typer.Option(help="Of cells: levels to try, such as 2x2;2x2,4x4 (quoted); the model's own if not given."),
+    ] = None,
     token_method: common.TokenMethod = "evit",
     token_fuse: common.TokenFuse = False,
     token_fuse_official: common.TokenFuseOfficial = False,
@@ -49,11 +58,12 @@ def sweep(
     threads: common.Threads = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Measures recall, accuracy, multiply-adds and time over keep rates, token keep rates and budgets per layer.
+    """Measures recall, accuracy, multiply-adds and time over keep rates, tiles, levels of cells, tokens and layers.
 
     A star marks settings that no other beats.
 
-    Example: `sparsifiner sweep student.safetensors --data imagenet/val --token-keeps 1,0.7 --out sweep`
+    Example: `sparsifiner sweep student.safetensors --data imagenet/val --token-keeps 1,0.7 --out sweep`, or
+    `... --tiles none,4x4 --levels "2x2;2x2,4x4" --cost milliseconds`
     """
     import sparsifiner as sp
     from sparsifiner.data.batches import as_batches
@@ -70,6 +80,11 @@ def sweep(
         common.parse_tokens(keep, token_method, token_fuse, token_fuse_official)
         for keep in common.parse_numbers(token_keeps, "--token-keeps")
     ]
+    shapes = [
+        {"tile": tile, "cells": cells}
+        for tile in (_tiles(tiles) if tiles else [None])
+        for cells in ([config.parse_cells(part, "--levels") for part in levels.split(";")] if levels else [None])
+    ]
     choice: dict[str, Any] = {"preprocess": preprocess, "split": split, "seed": seed}
     choice |= {"skip_unreadable": skip_unreadable, "batch_size": batch_size}
     own = choice | {"class_map": class_map, "limit": limit}
@@ -79,11 +94,16 @@ def sweep(
         if search_data is not None:
             choice |= {"labels": False, "limit": search_limit, "workers": workers}
             held = list(as_batches(common.loader(student, search_data, **choice)))
-            levels = sweeping.possible_levels(student)
-            recalls = sweeping.layer_recalls(student, held, levels, bars.start("recall by layer", len(levels)))
-            layers = {rate: sweeping.allocate(recalls, rate, levels) for rate in rates}
-        settings = [sweeping.Setting(rate, None, tokens) for tokens in droppings for rate in rates]
-        settings += [sweeping.Setting(rate, found, tokens) for tokens in droppings for rate, found in layers.items()]
+            possible = sweeping.possible_levels(student)
+            recalls = sweeping.layer_recalls(student, held, possible, bars.start("recall by layer", len(possible)))
+            layers = {rate: sweeping.allocate(recalls, rate, possible) for rate in rates}
+        budgets = [(rate, None) for rate in rates] + list(layers.items())
+        settings = [
+            sweeping.Setting(rate, found, tokens, **shape)
+            for tokens in droppings
+            for shape in shapes
+            for rate, found in budgets
+        ]
         evaluation = Evaluation(student, images, bars.start, common.journal(out, checkpoint, data, images, own))
         dense, points = sweeping.sweep(evaluation, settings)
     common.say_skipped(images)
@@ -104,6 +124,11 @@ def sweep(
     common.print_table(_table(dense, points, best))
     if out is not None:
         typer.echo(f"{out / 'sweep.csv'} and {out / 'sweep.png'} written")
+
+
+def _tiles(text: str) -> list[tuple[int, ...]]:
+    """``none,2x2``; no tile is an empty one."""
+    return [config.parse_tile(part, "--tiles") or () for part in text.split(",")]
 
 
 def _table(dense: Any, points: list[Any], best: list[Any]) -> Any:

@@ -26,15 +26,30 @@ class Setting:
         keep: share of keys kept: the average, where layers differ.
         layers: the share of each layer, where they differ.
         tokens: which tokens are dropped.
+        tile: the tile whose queries share, ``()`` for none; None is the model's own.
+        cells: the levels of cells; None are the model's own.
     """
 
     keep: float
     layers: tuple[float, ...] | None = None
     tokens: TokenConfig | None = None
+    tile: tuple[int, ...] | None = None
+    cells: tuple[tuple[int, int], ...] | None = None
 
     def form(self) -> compare.Form:
         """As a way to run a model."""
-        return compare.Form(self.name, {"keep": self.layers or self.keep, "tokens": self.tokens}, needs_keep=False)
+        changes: dict[str, Any] = {"keep": self.layers or self.keep, "tokens": self.tokens}
+        if self.tile is not None:
+            changes["tile"] = self.tile or None
+        if self.cells is not None:
+            changes["cells"] = self.cells
+        return compare.Form(self.name, changes, needs_keep=False)
+
+    @property
+    def shape(self) -> str:
+        """What is shared and what cells there are, where that is not left to the model."""
+        parts = [] if self.tile is None else [f"tile {_by(self.tile)}" if self.tile else "per query"]
+        return ", ".join(parts + ([] if self.cells is None else [f"cells {' '.join(map(_by, self.cells))}"]))
 
     @property
     def name(self) -> str:
@@ -43,7 +58,11 @@ class Setting:
         if self.tokens is not None:
             fused = {False: "", True: " fused", "official": " fused officially"}[self.tokens.fuse]
             parts.append(f"{self.tokens.method} {self.tokens.keep:g}{fused}")
-        return ", ".join(parts)
+        return ", ".join(parts + [self.shape] * bool(self.shape))
+
+
+def _by(sides: Sequence[int]) -> str:
+    return "x".join(map(str, sides))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +81,7 @@ class Point:
             "layers": " ".join(f"{keep:g}" for keep in self.setting.layers or ()),
             "token_method": tokens.method if tokens else "",
             "token_keep": tokens.keep if tokens else 1.0,
+            "shape": self.setting.shape,
         }
         return about | {key: value for key, value in self.row.to_dict().items() if key not in ("form", "keep")}
 

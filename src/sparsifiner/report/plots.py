@@ -118,16 +118,18 @@ def trade_off(dense: Any, points: list[Any], costs: Sequence[str] = ("total_macs
     figure, panels = pyplot().subplots(
         1, len(costs), figsize=(5.6 * len(costs), 4.4), dpi=150, squeeze=False, sharey=True, layout="constrained"
     )
-    kinds = list(dict.fromkeys((p.setting.tokens, p.setting.layers is not None) for p in points))
+    kinds = list(dict.fromkeys((p.setting.tokens, p.setting.layers is not None, p.setting.shape) for p in points))
     for axes, cost in zip(panels[0], costs, strict=True):
         title, unit = AXES[cost]
 
         def places(found: list[Any], cost: str = cost, unit: float = unit) -> tuple[list[float], list[float]]:
             return [getattr(p.row, cost) / unit for p in found], [getattr(p.row, value) for p in found]
 
-        for number, (tokens, by_layer) in enumerate(kinds):
+        for number, kind in enumerate(kinds):
+            tokens, by_layer, shape = kind
             name = "all tokens" if tokens is None else f"{tokens.method} {tokens.keep:g}"
-            line = [p for p in points if (p.setting.tokens, p.setting.layers is not None) == (tokens, by_layer)]
+            name = ", ".join([name] * (tokens is not None or not shape) + [shape] * bool(shape))
+            line = [p for p in points if (p.setting.tokens, p.setting.layers is not None, p.setting.shape) == kind]
             axes.plot(
                 *places(line),
                 "s" if by_layer else "o",
