@@ -1,10 +1,12 @@
 """Accuracy at many tokens without training: cells of the grid against the calibrated predictor, both against dense.
 
-DeiT-Tiny on the 400 evaluation photos of imagenet-hires.tar in their own detail. The predictors are calibrated on other
-photos of that file; cells need nothing. Writes results/cells.csv row by row; rows that are there are not run again.
+DeiT-Tiny on the 400 evaluation photos of imagenet-hires.tar in their own detail; at 224 pixels, on imagenet-eval.tar.
+The predictors are calibrated on other photos of that file; cells need nothing. Writes results/cells.csv row by row;
+rows that are there are not run again.
 
     python benchmarks/cells.py --pixels 512 --keep 0.1
-    python benchmarks/cells.py --pixels 224,512 --keep 0.25,0.1,0.05 --images 100
+    python benchmarks/cells.py --pixels 512,768 --keep 0.25,0.1,0.05 --images 100
+    python benchmarks/cells.py --pixels 224 --keep 0.25,0.1 --images 2000 --only "cells 2x2, per"
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torchvision import transforms
 
 import sparsifiner as sp
 from common import RESULTS, assets, read_csv, write_csv
+from sparsifiner.data.images import open_images, preprocessing
 from sparsifiner.inspect import compare
 from sparsifiner.models import create_host
 
@@ -56,6 +59,15 @@ def photos(part: str, pixels: int, limit: int, data: dict[str, Any]) -> list[tup
     return list(zip(stacked.split(4), torch.tensor(labels).split(4), strict=True))
 
 
+def evaluation_photos(
+    host: torch.nn.Module, pixels: int, limit: int, data: dict[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
+    """Photos in their own detail; at the model's own 224 pixels those of imagenet-eval.tar, which are more."""
+    if pixels != 224:
+        return photos("eval", pixels, limit, data)
+    return list(open_images(assets() / "imagenet-eval.tar", preprocessing(host, "crop"), limit=limit, batch_size=16))
+
+
 def forms() -> list[compare.Form]:
     """Either form, per query and in tiles; cells of one or two levels, and with a tolerance (keep is then a bound)."""
     found = []
@@ -67,12 +79,14 @@ def forms() -> list[compare.Form]:
         if tile == (4, 4):
             settings |= {"cells": ((2, 2), (4, 4)), "pattern": "cells"}
             found.append(compare.Form(f"cells 2x2 and 4x4, {where}", settings))
+            three = settings | {"cells": ((2, 2), (4, 4), (8, 8))}
+            found.append(compare.Form(f"cells 2x2, 4x4 and 8x8, {where}", three))
             tolerant = settings | {"tolerance": 0.13, "refine": 0.6}
             found.append(compare.Form(f"tolerance 0.13, cells 2x2 and 4x4, {where}", tolerant))
-        if tile is None:
-            found.append(
-                compare.Form("tolerance 0.1, cells 2x2, per query", settings | {"pattern": "cells", "tolerance": 0.1})
-            )
+        if tile is None:  # the first keeps a tenth of the keys at 512 pixels, the others a quarter and a tenth at 224
+            for tolerance in (0.1, 0.3, 0.6):
+                tolerant = settings | {"pattern": "cells", "tolerance": tolerance}
+                found.append(compare.Form(f"tolerance {tolerance}, cells 2x2, per query", tolerant))
     return found
 
 
@@ -102,7 +116,7 @@ def main() -> None:
                 f"calibrated on {CALIBRATION} photos of {pixels} pixels in {time.perf_counter() - start:.0f} s",
                 flush=True,
             )
-        evaluation = compare.Evaluation(student, photos("eval", pixels, arguments.images, data))
+        evaluation = compare.Evaluation(student, evaluation_photos(host, pixels, arguments.images, data))
         for form, keep in [(compare.DENSE, None)] + [(f, float(k)) for k in arguments.keep.split(",") for f in wanted]:
             about = {"pixels": str(pixels), "form": form.name, "keep": "" if keep is None else str(keep)}
             about["images"] = str(arguments.images)
