@@ -296,10 +296,11 @@ def test_operators_keep_torchs_contract():
     q, k, v = inputs((4, 4), d=4)
     levels = opening((4, 4), 8, cells=TWO).levels()
     cut = cells.cut_cells((4, 4), TWO, q.device)
-    about = (q, k, v, cut.of, cut.parent, cut.starts, levels.opened, query_groups((4, 4), 1, (2, 2), q.device), None)
-    for operator in (torch.ops.sparsifiner.open_cells, torch.ops.sparsifiner.cpu_open_cells):
-        torch.library.opcheck(operator, (*about, 1, 0.5, 0.0, True, levels.longest))
-    torch.library.opcheck(torch.ops.sparsifiner.fused_cells, (*about, 1, 0.5, 0.0, True))
+    about = (q, k, v, cut.of, cut.parent, cut.starts, levels.opened, query_groups((4, 4), 1, (2, 2), q.device))
+    settings = (1, 0.5, 0.0, True)
+    torch.library.opcheck(torch.ops.sparsifiner.open_cells, (*about, None, *settings, levels.longest))
+    torch.library.opcheck(torch.ops.sparsifiner.cpu_open_cells, (*about, *settings, levels.longest))
+    torch.library.opcheck(torch.ops.sparsifiner.fused_cells, (*about, None, *settings))
     opened = cells.connect(q, k, v, opening((4, 4), 8)).lists
     q, k, v = (x.requires_grad_() for x in (q, torch.cat([k, k[:, :, :4]], 2), torch.cat([v, v[:, :, :4]], 2)))
     none = torch.empty(2, 2, 16, 0), torch.empty(2, 0, 21)

@@ -326,13 +326,7 @@ _HEADS = ((1, 1, 1, *[None] * 11), (1, 1))
 open_cells.register_vmap(transforms.mapped(open_cells, *_HEADS))
 
 
-@register_flop_formula(torch.ops.sparsifiner.open_cells)
-def _open_flops(
-    q_shape, k_shape, v_shape, of_shape, parent_shape, starts, opened, members_shape, *args, **kwargs
-) -> int:
-    """Two per multiply-add: the products of (mean) queries and mean keys."""
-    batch, heads, _, head_dim = q_shape
-    return 2 * batch * heads * members_shape[0] * parent_shape[0] * head_dim
+register_flop_formula(torch.ops.sparsifiner.open_cells)(cpu.open_flops)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -444,8 +438,10 @@ def connect(
     settings = (prefix, scale, opening.tolerance, opening.closed, levels.longest)
     about = (q.detach(), k.detach(), v.detach(), cells.of, cells.parent, cells.starts, levels.opened)
     if positions is None:
-        native = dispatch.resolve(backend, q) is cpu
-        lists = (cpu.open_cells if native else open_cells)(*about, members, None, *settings)
+        if dispatch.resolve(backend, q) is cpu:
+            lists = cpu.open_cells(*about, members, *settings)
+        else:
+            lists = open_cells(*about, members, None, *settings)
     else:  # a tile has other members in every image, so that each query is its own group
         members = torch.arange(prefix, q.shape[2], device=q.device)[:, None]
         tiles = None

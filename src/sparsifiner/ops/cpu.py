@@ -572,7 +572,6 @@ def open_cells(
     starts: Sequence[int],
     opened: Sequence[int],
     members: Tensor,
-    tiles: Tensor | None,
     num_prefix: int,
     scale: float,
     tolerance: float,
@@ -580,8 +579,6 @@ def open_cells(
     longest: int,
 ) -> tuple[Tensor, Tensor]:
     """As `sparsifiner.ops.cells.open_cells`, where no tokens have been dropped: the same lists."""
-    if tiles is not None:
-        raise BackendError("the kernels write lists where no tokens have been dropped: use backend='eager'")
     shape = (*q.shape[:2], members.shape[0])
     lists = torch.empty(*shape, longest, dtype=torch.int32)
     counts = torch.empty(shape, dtype=torch.int32)
@@ -591,12 +588,12 @@ def open_cells(
 
 
 @open_cells.register_fake
-def _(q, k, v, of, parent, starts, opened, members, tiles, num_prefix, scale, tolerance, closed, longest):
+def _(q, k, v, of, parent, starts, opened, members, num_prefix, scale, tolerance, closed, longest):
     shape = (*q.shape[:2], members.shape[0])
     return q.new_empty(*shape, longest, dtype=torch.int32), q.new_empty(shape, dtype=torch.int32)
 
 
-open_cells.register_vmap(transforms.mapped(open_cells, (1, 1, 1, *[None] * 11), (1, 1)))
+open_cells.register_vmap(transforms.mapped(open_cells, (1, 1, 1, *[None] * 10), (1, 1)))
 
 
 @torch.library.custom_op("sparsifiner::fused_cells", mutates_args=())
@@ -674,13 +671,15 @@ def _open(
         raise BackendError(str(error)) from None
 
 
-@register_flop_formula(torch.ops.sparsifiner.cpu_open_cells)
-def _open_flops(
+def open_flops(
     q_shape, k_shape, v_shape, of_shape, parent_shape, starts, opened, members_shape, *args, **kwargs
 ) -> int:
     """Two per multiply-add: the products of (mean) queries and mean keys."""
     batch, heads, _, head_dim = q_shape
     return 2 * batch * heads * members_shape[0] * parent_shape[0] * head_dim
+
+
+register_flop_formula(torch.ops.sparsifiner.cpu_open_cells)(open_flops)
 
 
 @register_flop_formula(torch.ops.sparsifiner.fused_cells)
