@@ -370,6 +370,11 @@ class TestModels:
         sp.save(student, tmp_path / "a.safetensors")
         assert torch.equal(sp.load(tmp_path / "a.safetensors", model=make_vit())(photos), student(photos))
 
+    @torch.no_grad()
+    def test_a_model_compiles_as_one_graph(self, student, photos):
+        compiled = torch.compile(student, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(photos), student(photos), rtol=1e-4, atol=1e-5)
+
     def test_closer_to_dense_than_without_what_stands_for_the_rest(self, student, photos):
         dense = make_vit()(photos)
         with_rest = (student(photos) - dense).norm()

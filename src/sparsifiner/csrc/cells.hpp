@@ -36,7 +36,7 @@ SPARSIFINER_INLINE void sort_by(const int32_t* key, int64_t count, int64_t keys,
         if (key[i] >= 0) sorted[start[key[i] + 1]++] = begin + (int32_t)i;
 }
 
-// What a cell sums up of rows: their mean, and how far they are from it (the sum of squared distances).
+// The squared distance of two rows.
 SPARSIFINER_INLINE float away(const float* a, const float* b, int64_t width) {
     Vec sum{};
     for (int64_t c = 0; c < width; c += kLanes) {

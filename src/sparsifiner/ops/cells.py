@@ -54,56 +54,6 @@ class Levels:
     longest: int
 
 
-def plan_levels(
-    grid: tuple[int, int],
-    cells: Sequence[tuple[int, int]],
-    *,
-    budget: int,
-    refine: float = 0.5,
-    num_prefix: int = 1,
-    tile: tuple[int, int] | None = None,
-    closed: bool = True,
-) -> Levels:
-    """What a budget of keys opens at each level.
-
-    Args:
-        grid: rows and columns of patches.
-        cells: rows and columns of patches in a cell of each level, finest first.
-        budget: B, the keys that the opened cells may hold.
-        refine: the share of a coarser level's cells that are opened; more where the budget needs them.
-        num_prefix: tokens before the patches.
-        tile: queries of such a tile share what they open; None for each its own.
-        closed: whether cells that are not opened stand for their keys, or are left out.
-    """
-    coarsest, (rows, columns) = cells[-1], cells[0]
-    if coarsest[0] > grid[0] or coarsest[1] > grid[1]:
-        raise ConfigError(
-            f"cells of {coarsest[0]} x {coarsest[1]} patches are larger than the grid of {grid[0]} x {grid[1]}: make "
-            "them smaller"
-        )
-    if budget < rows * columns:
-        raise ConfigError(
-            f"a budget of {budget} keys is less than one cell of {rows} x {columns} patches: raise keep, or make cells "
-            "smaller"
-        )
-    counts = [-(-grid[0] // rows) * -(-grid[1] // columns) for rows, columns in cells]
-    candidates, opened, standing = counts[-1], [], 0
-    for level in reversed(range(len(cells))):
-        area = math.prod(cells[level])
-        wanted = budget // area if level == 0 else max(math.ceil(refine * candidates), -(-budget // area))
-        rows_touched, columns_touched = (
-            _touched(side, across, part) for side, across, part in zip(grid, tile or (1, 1), cells[level], strict=True)
-        )
-        own = rows_touched * columns_touched
-        opened.append(min(candidates, max(wanted, own)))
-        standing += candidates - opened[-1]
-        if level:
-            candidates = min(counts[level - 1], opened[-1] * area // math.prod(cells[level - 1]))
-    keys = min(grid[0] * grid[1], opened[-1] * rows * columns)
-    starts = tuple(itertools.accumulate(counts, initial=0))
-    return Levels(starts, tuple(reversed(opened)), num_prefix + keys + standing * closed)
-
-
 def _touched(side: int, tile: int, cell: int) -> int:
     """The most cells that a tile reaches into, along one side of the grid."""
     return max((min(start + tile, side) - 1) // cell - start // cell + 1 for start in range(0, side, tile))
@@ -359,7 +309,7 @@ class Opening:
         grid: rows and columns of patches.
         cells: rows and columns of patches in a cell of each level, finest first.
         budget: B, the keys that the opened cells may hold.
-        refine: as in `plan_levels`.
+        refine: the share of a coarser level's cells that are opened; more where the budget needs them.
         tolerance: as in `open_cells`.
         num_prefix: tokens before the patches, which attend to everything and are attended to by all.
         tile: patch queries of such a tile open the same cells.
@@ -376,19 +326,39 @@ class Opening:
     closed: bool = True
 
     def levels(self) -> Levels:
-        """The plan for this grid and budget."""
-        return plan_levels(
-            self.grid,
-            self.cells,
-            budget=self.budget,
-            refine=self.refine,
-            num_prefix=self.num_prefix,
-            tile=self.tile,
-            closed=self.closed,
-        )
+        """What the budget of keys opens at each level of this grid."""
+        grid, cells, budget = self.grid, self.cells, self.budget
+        coarsest, (rows, columns) = cells[-1], cells[0]
+        if coarsest[0] > grid[0] or coarsest[1] > grid[1]:
+            raise ConfigError(
+                f"cells of {coarsest[0]} x {coarsest[1]} patches are larger than the grid of {grid[0]} x {grid[1]}: "
+                "make them smaller"
+            )
+        if budget < rows * columns:
+            raise ConfigError(
+                f"a budget of {budget} keys is less than one cell of {rows} x {columns} patches: raise keep, or make "
+                "cells smaller"
+            )
+        counts = [-(-grid[0] // rows) * -(-grid[1] // columns) for rows, columns in cells]
+        candidates, opened, standing = counts[-1], [], 0
+        for level in reversed(range(len(cells))):
+            area = math.prod(cells[level])
+            wanted = budget // area if level == 0 else max(math.ceil(self.refine * candidates), -(-budget // area))
+            rows_touched, columns_touched = (
+                _touched(side, across, part)
+                for side, across, part in zip(grid, self.tile or (1, 1), cells[level], strict=True)
+            )
+            own = rows_touched * columns_touched
+            opened.append(min(candidates, max(wanted, own)))
+            standing += candidates - opened[-1]
+            if level:
+                candidates = min(counts[level - 1], opened[-1] * area // math.prod(cells[level - 1]))
+        keys = min(grid[0] * grid[1], opened[-1] * rows * columns)
+        starts = tuple(itertools.accumulate(counts, initial=0))
+        return Levels(starts, tuple(reversed(opened)), self.num_prefix + keys + standing * self.closed)
 
 
-# Of a whole grid: levels, cells and groups of queries, with small numbers as the kernels read them.
+# Of a whole grid: levels, cells, and groups of queries as in `Connectivity`.
 _Whole = tuple[Levels, Cells, Tensor]
 
 
