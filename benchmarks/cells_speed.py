@@ -1,7 +1,8 @@
 """Time of attention at several resolutions against dense attention and against predictor and residual.
 
-One layer's attention on real queries, keys and values of DeiT-Tiny at four sizes of photos, by turns in one process;
-forward, and forward with backward at 1,025 tokens. Writes results/cells-speed.csv.
+The attention of all layers of DeiT-Tiny one after another, each with its part of the mean budget, on real queries, keys
+and values at four sizes of photos, by turns in one process; forward, and forward with backward at 1,025 tokens. Writes
+results/cells-speed.csv.
 
     python benchmarks/cells_speed.py
     python benchmarks/cells_speed.py --pixels 512 --threads 1 --seconds 2
@@ -17,77 +18,78 @@ import torch
 from torch.nn import functional
 
 from common import RESULTS, environment, write_csv
-from sparsifiner.config import budget
+from sparsifiner.config import budget, spread_over_depth
+from sparsifiner.convert import sparse_layers
 from sparsifiner.inspect.speed import Problem, fused, problem_from, take_turns
 from sparsifiner.ops import cells
 from speed import resized, student_and_images
 
-LAYERS = (3, 8)
-ONE, TWO, THREE = ((2, 2),), ((2, 2), (4, 4)), ((2, 2), (4, 4), (8, 8))
+HALF, ONE, TWO, THREE = ((1, 2),), ((2, 2),), ((2, 2), (4, 4)), ((2, 2), (4, 4), (8, 8))
 BACKWARD_AT = 1025
-# Name, tile, levels, refine, tolerance; with a tolerance, keep is a bound, and the row says what was kept.
+KEEPS = (0.25, 0.1)
+# Name, whether tiles share, levels, breadth.
 FORMS = (
-    ("per query, cells 2x2", None, ONE, 0.5, 0.0),
-    ("tile, cells 2x2", (4, 4), ONE, 0.5, 0.0),
-    ("tile, cells 2x2 and 4x4", (4, 4), TWO, 0.5, 0.0),
-    ("tile, cells 2x2 to 8x8", (4, 4), THREE, 0.5, 0.0),
+    ("per query, cells 2x2", False, ONE, 3.0),
+    ("tile, cells 2x2", True, ONE, 3.0),
+    ("tile, cells 2x2 and 4x4", True, TWO, 3.0),
+    ("tile, cells 2x2 to 8x8", True, THREE, 3.0),
 )
-TOLERANT = (
-    ("per query, cells 2x2, tolerance 0.1", None, ONE, 0.5, 0.1),
-    ("tile, cells 2x2 and 4x4, tolerance 0.13", (4, 4), TWO, 0.6, 0.13),
-)
+SMALL = (("per query, cells 1x2", False, HALF, 3.0), ("tile, cells 1x2", True, HALF, 3.0))  # at 197 tokens
+
+# A candidate: its name, the mean share of keys that it keeps, and what is run.
+Runs = dict[tuple[str, float], Callable[[], object]]
 
 
-def openings(p: Problem) -> list[tuple[str, float, cells.Opening]]:
-    """What is timed at this size: name, keep, settings."""
-    found = []
-    for keep, forms in ((0.25, FORMS), (0.1, FORMS), (0.3, TOLERANT)):
-        for name, tile, levels, refine, tolerance in forms:
-            shared = tile if tile is None or p.grid[0] % 4 == 0 else (2, 7)
-            if levels[-1][0] > p.grid[0]:
+def openings(layers: list[Problem]) -> dict[tuple[str, float], list[cells.Opening]]:
+    """What is timed at this size: name and keep, and the settings of each layer."""
+    first = layers[0]
+    n, found = first.q.shape[2], {}
+    for keep in KEEPS:
+        for name, shared, levels, breadth in FORMS + (SMALL if n < 400 else ()):
+            if levels[-1][0] > first.grid[0]:
                 continue
-            settings: dict[str, Any] = {"cells": levels, "refine": refine, "tolerance": tolerance, "tile": shared}
-            opening = cells.Opening(grid=p.grid, budget=budget(keep, p.q.shape[2]), num_prefix=p.num_prefix, **settings)
-            found.append((name, keep, opening))
+            settings: dict[str, Any] = {"cells": levels, "breadth": breadth, "tile": (4, 4) if shared else None}
+            settings |= {"grid": first.grid, "num_prefix": first.num_prefix}
+            shares = spread_over_depth(keep, len(layers))
+            found[name, keep] = [cells.Opening(budget=max(4, budget(part, n)), **settings) for part in shares]
     return found
 
 
-def forward_runs(p: Problem) -> dict[tuple[str, float], tuple[Callable[[], object], float]]:
-    """Each candidate and the share of keys it opens."""
-    found: dict[tuple[str, float], tuple[Callable[[], object], float]] = {}
-    found["dense", 1.0] = (lambda: functional.scaled_dot_product_attention(p.q, p.k, p.v, scale=p.scale)), 1.0
-    n = p.q.shape[2]
-    tile = (4, 4) if p.grid[0] % 4 == 0 else (2, 7)
-    for keep in (0.25, 0.1):
-        for name, shared in (("per query", None), ("tile", tile)):
-            found[f"{name}, predictor and residual", keep] = fused(p, budget(keep, n), shared, True), keep
-    for name, keep, opening in openings(p):
-        opened = cells.connect(p.q, p.k, p.v, opening, scale=p.scale).keys.counts.double().mean().item() / n
-
-        def run(opening: cells.Opening = opening) -> object:
-            return cells.fused(p.q, p.k, p.v, opening, scale=p.scale)
-
-        found[name, keep] = run, opened
+def forward_runs(layers: list[Problem]) -> Runs:
+    found: Runs = {
+        ("dense", 1.0): lambda: [functional.scaled_dot_product_attention(p.q, p.k, p.v, scale=p.scale) for p in layers]
+    }
+    n = layers[0].q.shape[2]
+    for keep in KEEPS:
+        for name, shared in (("per query", None), ("tile", (4, 4))):
+            each = [fused(p, budget(keep, n), shared, True) for p in layers]
+            found[f"{name}, predictor and residual", keep] = lambda each=each: [run() for run in each]
+    for key, settings in openings(layers).items():
+        found[key] = lambda settings=settings: [
+            cells.fused(p.q, p.k, p.v, opening, scale=p.scale) for p, opening in zip(layers, settings, strict=True)
+        ]
     return found
 
 
-def training_runs(p: Problem) -> dict[tuple[str, float], tuple[Callable[[], object], float]]:
+def training_runs(layers: list[Problem]) -> Runs:
     """Forward with backward; of cells, the choice too."""
-    q, k, v = inputs = [x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v)]
-    direction = torch.randn_like(p.q)
+    inputs = [[x.detach().clone().requires_grad_() for x in (p.q, p.k, p.v)] for p in layers]
+    direction = torch.randn_like(layers[0].q)
+    scale = layers[0].scale
 
-    def dense() -> object:
-        out = functional.scaled_dot_product_attention(q, k, v, scale=p.scale)
-        return torch.autograd.grad(out, inputs, direction)
+    def dense() -> None:
+        for q, k, v in inputs:
+            out = functional.scaled_dot_product_attention(q, k, v, scale=scale)
+            torch.autograd.grad(out, (q, k, v), direction)
 
-    found: dict[tuple[str, float], tuple[Callable[[], object], float]] = {("training, dense", 1.0): (dense, 1.0)}
-    for name, keep, opening in openings(p):
+    def opened(settings: list[cells.Opening]) -> None:
+        for (q, k, v), opening in zip(inputs, settings, strict=True):
+            lists = cells.connect(q, k, v, opening, scale=scale)
+            torch.autograd.grad(cells.cell_attention(q, k, v, lists, scale=scale), (q, k, v), direction)
 
-        def run(opening: cells.Opening = opening) -> object:
-            opened = cells.connect(q, k, v, opening, scale=p.scale)
-            return torch.autograd.grad(cells.cell_attention(q, k, v, opened, scale=p.scale), inputs, direction)
-
-        found[f"training, {name}", keep] = run, keep
+    found: Runs = {("training, dense", 1.0): dense}
+    for (name, keep), settings in openings(layers).items():
+        found[f"training, {name}", keep] = lambda settings=settings: opened(settings)
     return found
 
 
@@ -101,24 +103,31 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for pixels in map(int, arguments.pixels.split(",")):
         batch = 8 if pixels < 300 else 2 if pixels < 1000 else 1
-        p = problem_from(student, resized(student, images[:batch], pixels), LAYERS).to(torch.float32)
-        n = p.q.shape[2]
+        shown = resized(student, images[:batch], pixels)
+        depth = len(sparse_layers(student))
+        layers = [problem_from(student, shown, (layer,)).to(torch.float32) for layer in range(depth)]
+        n, heads = layers[0].q.shape[2], layers[0].q.shape[1]
+        lengths = {
+            key: sum(opening.levels().longest for opening in settings) / depth
+            for key, settings in openings(layers).items()
+        }
         for threads in map(int, arguments.threads.split(",")):
             torch.set_num_threads(threads)
             for make in (forward_runs, training_runs) if n == BACKWARD_AT else (forward_runs,):
                 with torch.inference_mode(make is forward_runs):
-                    runs = make(p)
-                    times = take_turns({str(key): run for key, (run, _) in runs.items()}, arguments.seconds)
+                    runs = make(layers)
+                    times = take_turns({str(key): run for key, run in runs.items()}, arguments.seconds)
                 dense = times[str(next(iter(runs)))]
-                for (name, keep), (_, opened) in runs.items():
+                for name, keep in runs:
                     timing = times[str((name, keep))]
-                    row = {"n": n, "batch": batch, "heads": p.q.shape[1], "form": name, "keep": keep, "opened": opened}
+                    row = {"n": n, "batch": batch, "heads": heads, "layers": depth, "form": name, "keep": keep}
+                    row["list"] = round(lengths.get((name.removeprefix("training, "), keep), 0)) or ""
                     row |= {"minimum_ms": timing.minimum, "median_ms": timing.p50}
                     row |= {"speed_up": dense.minimum / timing.minimum, "speed_up_median": dense.p50 / timing.p50}
                     rows.append(row | {"threads": threads, "load": environment()["load"]})
                     print(
-                        f"{threads} threads, n={n} {name:45s} keep {keep} ({opened:.3f}): {timing.minimum:8.2f} ms, "
-                        f"{row['speed_up']:.2f}x ({row['speed_up_median']:.2f}x)",
+                        f"{threads} threads, n={n} {name:45s} keep {keep} (list {row['list']}): "
+                        f"{timing.minimum:8.2f} ms, {row['speed_up']:.2f}x ({row['speed_up_median']:.2f}x)",
                         flush=True,
                     )
                 write_csv(rows, RESULTS / "cells-speed.csv")

@@ -116,7 +116,7 @@ def _huggingface() -> torch.nn.Module | None:
     return model
 
 
-CELLS = sp.SparseConfig(0.5, pattern="cells", cells=((2, 2), (4, 4)), refine=0.25, tile=(2, 2))
+CELLS = sp.SparseConfig(0.5, pattern="cells", cells=((2, 2), (4, 4)), breadth=1.5, tile=(2, 2))
 
 
 class Checkpoints(Target):

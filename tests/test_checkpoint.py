@@ -362,17 +362,18 @@ def test_a_model_made_for_cells(images, tmp_path, host_weights):
 def test_cells_beside_predictors(student, host, images, tmp_path):
     sp.reconfigure(student, pattern="cells", keep=0.3)
     sp.save(student.eval(), path := tmp_path / "both.safetensors")
-
-    def one_level(about):  # as it was written before there were several
-        about["config"]["cell"] = about["config"].pop("cells")[0]
-        del about["config"]["refine"]
-
-    rewrite(path, one_level)
     again = sp.load(path, model=host)
     assert torch.equal(again(images), student(images))
     for model in (again, student):
         sp.reconfigure(model, pattern="learned")
     assert torch.equal(again(images), student(images))
+
+    sp.save(student, earlier := tmp_path / "earlier.safetensors")  # by predictors: what is of cells does not matter
+    rewrite(earlier, lambda about: about["config"].update(refine=0.5))
+    assert torch.equal(sp.load(earlier, model=host)(images), student(images))
+    rewrite(earlier, lambda about: about["config"].update(pattern="cells"))
+    with pytest.raises(CheckpointError, match="'refine' in the config is of a version that weighed the keys of a cell"):
+        sp.load(earlier, model=host)
 
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys() if not name.endswith("1.attn.predictor.w_up")}  # noqa: SIM118

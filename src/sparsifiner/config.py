@@ -94,7 +94,8 @@ class SparseConfig:
     Args:
         keep: share of all tokens each patch query may attend to, in (0, 1]; one number, or one per
             attention layer. The budget is ``B = ceil(keep * n)``; where it covers all tokens, the layer is
-            the host's own dense attention.
+            the host's own dense attention. With ``pattern="cells"`` one number is the mean over the layers, of which
+            early ones get more (`spread_over_depth`).
         n_down: number of landmarks of the low-rank attention (``m`` in the docs).
         tau: low-rank attention coefficients up to this count as zero in the selection (Eq. 2).
         basis_threshold: entries of ``w_up`` up to this count as zero in the selection.
@@ -113,7 +114,8 @@ class SparseConfig:
             model made so has no predictors, and cannot take another pattern later.
         cells: for ``pattern="cells"``, the rows and columns of patches in a cell of each level, finest first: the cells
             of a level hold whole cells of the one before.
-        refine: the share of a coarser level's cells that are opened into finer ones.
+        breadth: how many times the keys of the cells opened at one level those opened at the next coarser hold, at least
+            1: the larger, the more cells are looked at finely.
         tolerance: open only cells whose error, if left closed, is estimated to be larger: easy queries then open few,
             and ``keep`` is the most that any may open. 0 opens as many as ``keep`` allows.
         tokens: which tokens are dropped on the way; None keeps all.
@@ -132,7 +134,7 @@ class SparseConfig:
     narrow: bool = False
     pattern: str = "learned"
     cells: Sequence[tuple[int, int]] = ((2, 2),)
-    refine: float = 0.5
+    breadth: float = 3.0
     tolerance: float = 0.0
     tokens: TokenConfig | None = None
 
@@ -163,7 +165,9 @@ class SparseConfig:
         if not _is_real(self.tolerance) or not 0 <= self.tolerance <= sys.float_info.max:
             raise ConfigError(f"tolerance must be a number of at least 0, got {self.tolerance!r}")
         object.__setattr__(self, "tolerance", float(self.tolerance))
-        object.__setattr__(self, "refine", _keep_rate(self.refine, "refine", "the coarser cells"))
+        if not _is_real(self.breadth) or not 1 <= self.breadth <= sys.float_info.max:
+            raise ConfigError(f"breadth must be a number of at least 1, got {self.breadth!r}")
+        object.__setattr__(self, "breadth", float(self.breadth))
         if self.backend not in BACKENDS:
             raise ConfigError(f"unknown backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
         object.__setattr__(self, "dense", _numbers(self.dense, "dense", "layers"))
@@ -191,7 +195,7 @@ class SparseConfig:
     def keep_per_layer(self, num_layers: int) -> tuple[float, ...]:
         """Spreads ``keep`` over the layers, or says that the list does not fit."""
         if not isinstance(self.keep, Sequence):
-            return (self.keep,) * num_layers
+            return spread_over_depth(self.keep, num_layers) if self.pattern == "cells" else (self.keep,) * num_layers
         if len(self.keep) != num_layers:
             raise ConfigError(
                 f"keep lists {len(self.keep)} values but the model has {num_layers} attention layers: "
@@ -225,8 +229,14 @@ class SparseConfig:
             raise ConfigError(f"not a config in JSON: {reason_of(error)}") from None
         if not isinstance(fields, dict) or "keep" not in fields:
             raise ConfigError("a config in JSON must be an object with at least 'keep'")
-        if "cell" in fields:  # as it was while there was one level
-            fields["cells"] = [fields.pop("cell")]
+        earlier = [name for name in ("cell", "refine") if name in fields]
+        if earlier and fields.get("pattern") == "cells":
+            raise ConfigError(
+                f"{earlier[0]!r} in the config is of a version that weighed the keys of a cell otherwise: convert the "
+                "dense model anew"
+            )
+        for name in earlier:  # other patterns never looked at it
+            del fields[name]
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - known):
             raise ConfigError(f"unknown setting {unknown[0]!r} in the config: written by a newer version?")
@@ -239,6 +249,36 @@ def budget(keep: float, num_tokens: int) -> int:
     """``B = ceil(keep * n)``, the number of keys a patch query selects."""
     # The subtraction undoes binary rounding: 0.28 * 25 is 7.000000000000001 and must give 7.
     return max(1, math.ceil(keep * num_tokens - 1e-9))
+
+
+# What a layer of a model that opens cells gets of the mean budget, from the first to the last. Errors of early layers go
+# through all that follow, and late layers look at means (docs/cells.md has what was measured).
+_BY_DEPTH = (1.0, 2.0, 2.0, 1.5, 1.5, 1.0, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25)
+
+
+def spread_over_depth(keep: float, num_layers: int) -> tuple[float, ...]:
+    """A share for each layer, of which ``keep`` is the mean: early layers have up to twice it, the last a quarter.
+
+    No share is over 1; what is too much for some goes to the others.
+    """
+    last = len(_BY_DEPTH) - 1
+    parts = []
+    for layer in range(num_layers):
+        depth = last * layer / max(1, num_layers - 1)
+        low = min(int(depth), last - 1)
+        parts.append(_BY_DEPTH[low] + (depth - low) * (_BY_DEPTH[low + 1] - _BY_DEPTH[low]))
+    shares = [1.0] * num_layers
+    open_layers, left = set(range(num_layers)), keep * num_layers
+    while open_layers:
+        factor = left / sum(parts[layer] for layer in open_layers)
+        full = {layer for layer in open_layers if factor * parts[layer] >= 1}
+        if not full:
+            for layer in open_layers:
+                shares[layer] = factor * parts[layer]
+            break
+        open_layers -= full
+        left -= len(full)
+    return tuple(shares)
 
 
 def parse_tile(text: str, what: str = "tile") -> tuple[int, int] | None:

@@ -59,14 +59,15 @@ class Front(NamedTuple):
     patches: int
     tile: tuple[int, int] | None
     cells: tuple[tuple[int, int], ...]
-    refine: float
+    breadth: float
 
 
 # What measured best by the number of patches, see docs/cells.md; the last row that the grid reaches counts.
 FRONTS = (
-    Front(patches=0, tile=None, cells=((2, 2),), refine=0.5),
-    Front(patches=400, tile=(4, 4), cells=((2, 2), (4, 4)), refine=0.5),
-    Front(patches=3000, tile=(4, 4), cells=((2, 2), (4, 4), (8, 8)), refine=0.5),
+    Front(patches=0, tile=None, cells=((1, 2),), breadth=3.0),
+    Front(patches=150, tile=(4, 4), cells=((1, 2),), breadth=3.0),
+    Front(patches=400, tile=(4, 4), cells=((2, 2), (4, 4)), breadth=3.0),
+    Front(patches=3000, tile=(4, 4), cells=((2, 2), (4, 4), (8, 8)), breadth=3.0),
 )
 
 
@@ -104,7 +105,7 @@ def _front(size: tuple[int, int]) -> dict[str, Any]:
     row = next(row for row in reversed(FRONTS) if rows * columns >= row.patches)
     fitting = tuple(cell for cell in row.cells if cell[0] <= rows and cell[1] <= columns)
     smallest = (min(rows, row.cells[0][0]), min(columns, row.cells[0][1]))
-    return {"pattern": "cells", "tile": row.tile, "cells": fitting or (smallest,), "refine": row.refine}
+    return {"pattern": "cells", "tile": row.tile, "cells": fitting or (smallest,), "breadth": row.breadth}
 
 
 def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:

@@ -181,7 +181,7 @@ def test_calibrate_prints_recall_and_writes_predictors_only(folder):
 def opening(folder):
     """A checkpoint that opens cells, made in one command."""
     arguments = ["--model", NAME, "--weights", folder / "weights.safetensors", "--image-size", 64, "--keep", 0.4]
-    result = run("convert", *arguments, "--cells", "2x2,4x4", "--refine", 0.5, "--out", folder / "cells.safetensors")
+    result = run("convert", *arguments, "--cells", "2x2,4x4", "--breadth", 2.5, "--out", folder / "cells.safetensors")
     assert "keep 0.4: cells of 2 x 2, 4 x 4 patches, 0.5 of the coarser ones opened into finer" in result.stdout
     return folder / "cells.safetensors"
 
@@ -195,7 +195,7 @@ def test_convert_then_everything_else(folder, opening, tmp_path):
     assert content["rows"][1]["images"] == 12
     counts = json.loads(run("flops", opening, *data, "--json").stdout)
     assert all(count["mhsa"] > 0 for count in counts)
-    assert json.loads(run("info", opening, "--json").stdout)["config"]["refine"] == 0.5
+    assert json.loads(run("info", opening, "--json").stdout)["config"]["breadth"] == 2.5
     rows = json.loads(
         run("bench", "--checkpoint", opening, "--keep", 0.5, "--tile", "none", "--seconds", 0.01, "--json").stdout
     )
@@ -340,7 +340,10 @@ def test_demo_on_digits(monkeypatch, tmp_path):
         ),
         (["convert", "--model", NAME, *RANDOM, "--out", "x", "--cells", "2x2,3x3"], "do not hold whole cells of 2 x 2"),
         (["convert", "--model", NAME, *RANDOM, "--out", "x", "--cells", "15x1"], "larger than the grid of 14 x 14"),
-        (["convert", "--model", NAME, *RANDOM, "--out", "x", "--refine", "0"], "refine must be a share of the coarser"),
+        (
+            ["convert", "--model", NAME, *RANDOM, "--out", "x", "--breadth", "0"],
+            "breadth must be a number of at least 1",
+        ),
         (
             ["convert", "--model", NAME, *RANDOM, "--out", "x", "--keep", "0.01"],
             "2 keys is less than one cell of 2 x 2",

@@ -114,6 +114,6 @@ def test_an_augmentation_that_timm_does_not_know(vit):
 
 
 def test_cells_of_several_levels(vit):
-    recipe = sp.Recipe(keep=0.3, pattern="cells", cells="1x2,2x4", refine=0.25, tile="none")
+    recipe = sp.Recipe(keep=0.3, pattern="cells", cells="1x2,2x4", breadth=2.5, tile="none")
     config = config_for(recipe, vit)
-    assert (config.pattern, config.cells, config.refine, config.tile) == ("cells", ((1, 2), (2, 4)), 0.25, None)
+    assert (config.pattern, config.cells, config.breadth, config.tile) == ("cells", ((1, 2), (2, 4)), 2.5, None)

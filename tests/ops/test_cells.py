@@ -58,15 +58,20 @@ def plain_mask(q, k, v, how, places=None):
         if head == 0:
             all_holds.append(holds)
         queries, keys, values = (x[image, head, prefix:].double() for x in (q, k, v))
+        usual = queries.mean(0) * scale  # the query that weighs the keys of a cell
+        weights = [torch.softmax(keys[hold] @ usual, 0) for hold in holds]
+        means = [[share @ x[hold] for x in (keys, values)] for share, hold in zip(weights, holds, strict=True)]
         for group in groups:
             members = [i for i in range(patches) if int(places[image, i]) in group.tolist()]
             if not members:
                 continue
             query = queries[members].mean(0)
-            sizes = holds.sum(1)
-            logits = torch.stack([query @ keys[hold].mean(0) * scale for hold in holds])  # NaN where empty
+            logits = [
+                torch.logsumexp(keys[hold] @ usual, 0) + (query * scale - usual) @ mean[0]
+                for hold, mean in zip(holds, means, strict=True)
+            ]
             whole = [query @ key.double() * scale for key in k[image, head, :prefix]]
-            whole += [logits[c] + sizes[c].log() for c in range(starts[1]) if sizes[c]]
+            whole += [logits[c] for c in range(starts[1]) if holds[c].any()]
             total = torch.logsumexp(torch.stack(whole), 0)
             candidates, chosen, standing = range(starts[-2], starts[-1]), [], []
             for level in reversed(range(len(how.cells))):
@@ -76,9 +81,10 @@ def plain_mask(q, k, v, how, places=None):
                     if not hold.any():
                         continue
                     spread = [
-                        (x[hold] - x[hold].mean(0)).square().sum(1).mean().clamp(min=1e-30) for x in (keys, values)
+                        (weights[cell] @ (x[hold] - mean).square().sum(1)).clamp(min=1e-30)
+                        for x, mean in zip((keys, values), means[cell], strict=True)
                     ]
-                    error = float(logits[cell] + sizes[cell].log() + (spread[0] * spread[1]).log() / 2)
+                    error = float(logits[cell] + (spread[0] * spread[1]).log() / 2)
                     scores[cell] = math.inf if hold[members].any() else error
                 order = sorted(scores, key=lambda c: (-scores[c], c))
                 chosen = order[: opened[level]]
@@ -214,7 +220,7 @@ def test_equal_keys_in_a_cell_cost_nothing(levels):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_ties_go_to_the_lower_cell(backend):
     q, k, v = (torch.ones(1, 1, 65, 4) for _ in range(3))
-    opened = cells.connect(q, k, v, opening((8, 8), 12, cells=TWO, refine=0.5), backend=backend)
+    opened = cells.connect(q, k, v, opening((8, 8), 12, cells=TWO, breadth=2.6), backend=backend)
     mask = mask_of(opened, 65)[0, 0, :, 65:]
     coarse = mask[:, 16:]  # of the 16 fine and 4 coarse cells those that stand
     for query in range(64):
@@ -304,7 +310,7 @@ def test_operators_keep_torchs_contract():
     opened = cells.connect(q, k, v, opening((4, 4), 8)).lists
     q, k, v = (x.requires_grad_() for x in (q, torch.cat([k, k[:, :, :4]], 2), torch.cat([v, v[:, :, :4]], 2)))
     none = torch.empty(2, 2, 16, 0), torch.empty(2, 0, 21)
-    arguments = (q, k, v, opened.indices, opened.members, *none, torch.rand(1, 21), 0.5, 1, False)
+    arguments = (q, k, v, opened.indices, opened.members, *none, torch.rand(2, 2, 21), 0.5, 1, False)
     for operator in (torch.ops.sparsifiner.attend, torch.ops.sparsifiner.cpu_attend):
         torch.library.opcheck(operator, arguments)
 
@@ -344,8 +350,8 @@ def test_bad_input():
     for levels in (((2, 2), (3, 3)), ((4, 4), (2, 2)), ((2, 2), (2, 2)), ((2, 2), (4, 3))):
         with pytest.raises(ConfigError, match="do not hold whole cells of"):
             sp.SparseConfig(0.5, pattern="cells", cells=levels)
-    with pytest.raises(ConfigError, match="refine must be a share of the coarser cells"):
-        sp.SparseConfig(0.5, refine=0.0)
+    with pytest.raises(ConfigError, match="breadth must be a number of at least 1"):
+        sp.SparseConfig(0.5, breadth=0.5)
     with pytest.raises(ConfigError, match="tolerance must be a number of at least 0"):
         sp.SparseConfig(0.5, tolerance=-0.1)
 

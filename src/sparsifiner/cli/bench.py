@@ -38,7 +38,7 @@ def bench(
         ),
     ] = None,
     cells: common.Cells = None,
-    refine: common.Refine = None,
+    breadth: common.Breadth = None,
     tolerance: common.Tolerance = None,
     narrow: Annotated[bool, typer.Option("--narrow", help="Also with keys and values held in 16 bits.")] = False,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
@@ -78,7 +78,7 @@ def bench(
     tiles: list[tuple[int, int] | None] = [None]
     if tile != "none":
         tiles.append(common.parse_tile(tile))
-    form = common.given(pattern=pattern) | common.given_form(None, cells, refine, tolerance)
+    form = common.given(pattern=pattern) | common.given_form(None, cells, breadth, tolerance)
     if model is not None or checkpoint is not None:
         student = _student(model, checkpoint, image_size, keeps[0], form)
         images = common.noise(student, batch)

@@ -53,9 +53,9 @@ Cells = Annotated[
     str | None,
     typer.Option(help="For pattern cells: rows x columns of patches in a cell, finest level first, such as 2x2,4x4."),
 ]
-Refine = Annotated[
+Breadth = Annotated[
     float | None,
-    typer.Option(help="For pattern cells: share of a coarser level's cells that are opened into finer ones: 0.5."),
+    typer.Option(help="For pattern cells: times the keys of opened cells that those opened a level coarser hold: 3."),
 ]
 Tolerance = Annotated[
     float | None,
@@ -120,11 +120,11 @@ def parse_tile(text: str | None) -> tuple[int, int] | None:
     return None if text is None else config.parse_tile(text, "--tile")
 
 
-def given_form(tile: str | None, cells: str | None, refine: float | None, tolerance: float | None) -> dict[str, Any]:
-    """What --tile, --cells, --refine and --tolerance say, those that were given."""
+def given_form(tile: str | None, cells: str | None, breadth: float | None, tolerance: float | None) -> dict[str, Any]:
+    """What --tile, --cells, --breadth and --tolerance say, those that were given."""
     found = {} if tile is None else {"tile": parse_tile(tile)}
     sizes = None if cells is None else config.parse_cells(cells, "--cells")
-    return found | given(cells=sizes, refine=refine, tolerance=tolerance)
+    return found | given(cells=sizes, breadth=breadth, tolerance=tolerance)
 
 
 def parse_tokens(keep: float | None, method: str, fuse: bool = False, official: bool = False) -> TokenConfig | None:
@@ -244,7 +244,7 @@ def describe_form(found: SparseConfig) -> str:
     keep = ", ".join(f"{rate:g}" for rate in (found.keep if isinstance(found.keep, Sequence) else [found.keep]))
     shared = "each query opens its own" if found.tile is None else f"tiles of {_by(found.tile)} queries open the same"
     levels = ", ".join(map(_by, found.cells))
-    refined = f", {found.refine:g} of the coarser ones opened into finer" if len(found.cells) > 1 else ""
+    refined = f", breadth {found.breadth:g}" if len(found.cells) > 1 else ""
     refined += f", where the error is over {found.tolerance:g}" if found.tolerance else ""
     dense = f"; dense layers: {', '.join(map(str, found.dense))}" if found.dense else ""
     return f"keep {keep}: cells of {levels} patches{refined}; {shared}{dense}"

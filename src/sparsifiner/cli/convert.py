@@ -20,7 +20,7 @@ def convert(
     keep: common.Keep = "0.25",
     tile: common.Tile = None,
     cells: common.Cells = None,
-    refine: common.Refine = None,
+    breadth: common.Breadth = None,
     tolerance: common.Tolerance = None,
     residual: Annotated[bool, typer.Option(help="Cells that are not opened stand for their keys.")] = True,
     tune: common.Tune = False,
@@ -33,13 +33,13 @@ def convert(
     What is not given is chosen for the model's grid. `sparsifiner calibrate` makes the paper's form, which learns what
     to keep from images.
 
-    Example: `sparsifiner convert --model deit_tiny_patch16_224 --weights hub --keep 0.1 --cells 2x2,4x4 --refine 0.5
+    Example: `sparsifiner convert --model deit_tiny_patch16_224 --weights hub --keep 0.1 --cells 2x2,4x4 --breadth 3
     --out student.safetensors`
     """
     import sparsifiner as sp
 
     common.use_threads(threads)
-    chosen = common.given_form(tile, cells, refine, tolerance)
+    chosen = common.given_form(tile, cells, breadth, tolerance)
     host = common.host_model(model, weights, image_size)
     config = sp.suggest_config(host, common.parse_keep(keep), residual=residual, **chosen)
     student = sp.sparsify(host, config).eval()

@@ -20,7 +20,7 @@ def evaluate(
     tile: common.Tile = None,
     pattern: common.Pattern = None,
     cells: common.Cells = None,
-    refine: common.Refine = None,
+    breadth: common.Breadth = None,
     tolerance: common.Tolerance = None,
     token_keep: Annotated[
         float | None, typer.Option(help="Drop tokens too: share of the patches that a block keeps; 1 for all.")
@@ -42,7 +42,7 @@ def evaluate(
     """Measures top-1, agreement with dense, connections, multiply-adds and time.
 
     Example: `sparsifiner eval student.safetensors --data imagenet/val --keep 0.1`, or with attention at several
-    resolutions, whatever it was made for: `... --pattern cells --cells 2x2,4x4 --refine 0.5 --tile 4x4`
+    resolutions, whatever it was made for: `... --pattern cells --cells 2x2,4x4 --breadth 3 --tile 4x4`
     """
     import sparsifiner as sp
     from sparsifiner.inspect.compare import Form, compare
@@ -51,7 +51,7 @@ def evaluate(
 
     common.use_threads(threads)
     student = sp.load(checkpoint)
-    changes: dict[str, Any] = common.given_form(tile, cells, refine, tolerance)
+    changes: dict[str, Any] = common.given_form(tile, cells, breadth, tolerance)
     if keep is not None:
         changes["keep"] = common.parse_keep(keep)
     if residual is not None:

@@ -75,11 +75,11 @@ NB_MODULE(_native, m) {
     nb::class_<Attend>(m, "Attend")
         .def("__init__", [](Attend* self, nb::tuple sizes, nb::tuple q, nb::tuple k, nb::tuple v, nb::tuple out,
                             uintptr_t coefficients, uintptr_t up, uintptr_t row_sums, int64_t padded, const Groups& groups,
-                            uintptr_t lists, int64_t list_width, bool adds_self, int64_t keys, uintptr_t bias,
-                            int64_t bias_image, float scale, uintptr_t normaliser, int threads) {
+                            uintptr_t lists, int64_t list_width, bool adds_self, int64_t keys, uintptr_t bias, float scale,
+                            uintptr_t normaliser, int threads) {
             new (self) Attend{shape(sizes), tokens(q), tokens(k), tokens(v), tokens(out), at<float>(coefficients),
                               at<float>(up), at<float>(row_sums), padded, groups, at<int32_t>(lists), list_width, adds_self,
-                              keys, at<float>(bias), bias_image, scale, at<float>(normaliser), threads};
+                              keys, at<float>(bias), scale, at<float>(normaliser), threads};
         });
 
     m.def("fused", [](nb::tuple sizes, nb::tuple q, nb::tuple k, nb::tuple v, nb::tuple out, const Weights& weights,

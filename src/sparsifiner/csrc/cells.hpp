@@ -16,8 +16,8 @@ struct CellHead {
     const float *keys, *values;
     const float* means;            // [width, padded]: mean keys, transposed
     const float* gain;             // [padded]: a product with a mean key and this make a score; -inf without tokens
-    const float* log_size;         // [padded]: -inf without tokens
-    const float* bias;             // [tokens + cells]: of a row's logit
+    const float* bias;             // [tokens + cells, and up to `padded` cells]: of a row's logit; -inf without tokens
+    const float* cell_bias;        // those of the cells
     const int32_t* token;          // [tokens]: which token a row is
     const int32_t* start;          // [finest cells + 1]: the rows of a finest cell's keys
     const int32_t *child, *first;  // the children of cell c are child[first[c]] to child[first[c + 1]]
@@ -50,23 +50,77 @@ SPARSIFINER_INLINE void add_row(const float* row, float factor, int64_t width, f
     for (int64_t c = 0; c < width; c += kLanes) store(to + c, load(to + c) + factor * load(row + c));
 }
 
-// Means of all cells behind the rows of the tokens, and the cells' sums of squared distances.
-inline void mean_rows(const OpenCells& f, const CellHead& x, const float* sizes, float* rows, float* distances) {
+// How the keys of a cell are weighed in its mean: as the mean query does, so that a cell stands for its keys exactly there.
+struct Shares {
+    float* of_row;   // [tokens]: what a patch is of the sum of its cell
+    float* of_cell;  // [cells]: what a cell is of the sum of the one that holds it
+    float* sum;      // [cells]: the log of the sum over its keys of e^logit; -inf without tokens
+};
+
+// The mean of the scaled queries of all patches, block by block: a long sum of floats loses digits.
+inline void mean_query(const OpenCells& f, int64_t b, int64_t h, int64_t width, float* row, float* mean) {
+    const Shape& s = f.shape;
+    const int64_t block = 64;
+    float* part = row + width;
+    std::memset(mean, 0, (size_t)width * sizeof(float));
+    for (int64_t t = s.prefix; t < s.tokens; t += block) {
+        const int64_t end = t + block < s.tokens ? t + block : s.tokens;
+        std::memset(part, 0, (size_t)width * sizeof(float));
+        for (int64_t i = t; i < end; ++i) {
+            if (i + kAhead < s.tokens) prefetch_row(f.q, b, h, i + kAhead, s.head_dim);
+            load_row(f.q, b, h, i, s.head_dim, width, f.scale, row);
+            add_row(row, 1, width, part);
+        }
+        add_row(part, 1 / (float)(s.tokens - s.prefix), width, mean);
+    }
+}
+
+// From the logits of the mean query, in `of_row`, to shares and sums of all cells.
+inline void weigh_cells(const OpenCells& f, const CellHead& x, const float* sizes, const Shares& to) {
+    const int64_t finest = f.cells.starts[1], prefix = f.shape.prefix, n = f.shape.tokens;
+    for (int64_t c = 0; c < finest; ++c) {
+        float most = -__builtin_inff();
+        for (int32_t r = x.start[c]; r < x.start[c + 1]; ++r) most = to.of_row[r] > most ? to.of_row[r] : most;
+        for (int32_t r = x.start[c]; r < x.start[c + 1]; ++r) to.of_row[r] -= most;
+        to.sum[c] = most;
+    }
+    for (int64_t r = prefix; r < n; r += kLanes) store(to.of_row + r, exp_nonpositive(load(to.of_row + r)));
+    for (int64_t c = 0; c < finest; ++c) {
+        float sum = 0;
+        for (int32_t r = x.start[c]; r < x.start[c + 1]; ++r) sum += to.of_row[r];
+        for (int32_t r = x.start[c]; r < x.start[c + 1]; ++r) to.of_row[r] /= sum;
+        to.sum[c] += __builtin_logf(sum);  // minus infinity stays
+    }
+    for (int64_t c = finest; c < f.cells.count; ++c) {
+        float most = -__builtin_inff(), sum = 0;
+        for (int32_t i = x.first[c]; i < x.first[c + 1]; ++i) most = to.sum[x.child[i]] > most ? to.sum[x.child[i]] : most;
+        for (int32_t i = x.first[c]; i < x.first[c + 1]; ++i) {
+            float& share = to.of_cell[x.child[i]];
+            share = sizes[x.child[i]] == 0 ? 0 : __builtin_expf(to.sum[x.child[i]] - most);
+            sum += share;
+        }
+        for (int32_t i = x.first[c]; i < x.first[c + 1]; ++i) to.of_cell[x.child[i]] /= sizes[c] == 0 ? 1 : sum;
+        to.sum[c] = most + __builtin_logf(sum);
+    }
+}
+
+// Means of all cells behind the rows of the tokens, and the cells' mean squared distances.
+inline void mean_rows(const OpenCells& f, const CellHead& x, const Shares& shares, float* rows, float* distances) {
     const int64_t n = f.shape.tokens, finest = f.cells.starts[1], width = x.width;
     for (int64_t c = 0; c < f.cells.count; ++c) {
         float* mean = rows + (n + c) * width;
         std::memset(mean, 0, (size_t)width * sizeof(float));
         distances[c] = 0;
-        if (sizes[c] == 0) continue;
-        const float share = 1 / sizes[c];
         if (c < finest) {
-            for (int32_t r = x.start[c]; r < x.start[c + 1]; ++r) add_row(rows + r * width, share, width, mean);
-            for (int32_t r = x.start[c]; r < x.start[c + 1]; ++r) distances[c] += away(rows + r * width, mean, width);
+            for (int32_t r = x.start[c]; r < x.start[c + 1]; ++r) add_row(rows + r * width, shares.of_row[r], width, mean);
+            for (int32_t r = x.start[c]; r < x.start[c + 1]; ++r)
+                distances[c] += shares.of_row[r] * away(rows + r * width, mean, width);
         } else {
             for (int32_t i = x.first[c]; i < x.first[c + 1]; ++i)
-                add_row(rows + (n + x.child[i]) * width, share * sizes[x.child[i]], width, mean);
+                add_row(rows + (n + x.child[i]) * width, shares.of_cell[x.child[i]], width, mean);
             for (int32_t i = x.first[c]; i < x.first[c + 1]; ++i)
-                distances[c] += distances[x.child[i]] + sizes[x.child[i]] * away(rows + (n + x.child[i]) * width, mean, width);
+                distances[c] += shares.of_cell[x.child[i]] *
+                                (distances[x.child[i]] + away(rows + (n + x.child[i]) * width, mean, width));
         }
     }
 }
@@ -96,34 +150,39 @@ inline CellHead cell_head(const OpenCells& f, int64_t b, int64_t h) {
     sort_by(cells.parent, cells.count, cells.count, 0, first, first + cells.count + 2);
     x.token = token, x.start = start, x.first = first, x.child = first + cells.count + 2;
 
-    float* sizes = take<float>(kCellFacts, 5 * x.padded + n + cells.count);
-    float *key_distances = sizes + x.padded, *value_distances = sizes + 2 * x.padded;
-    float *gain = sizes + 3 * x.padded, *log_size = sizes + 4 * x.padded, *bias = sizes + 5 * x.padded;
+    // Whole vectors are written behind the last row, and the biases of padding are looked at.
+    const int64_t rows = round_up(n, kLanes) + kLanes;
+    float* sizes = take<float>(kCellFacts, 6 * x.padded + rows + n + x.padded + 3 * x.width);
+    float *key_distances = sizes + x.padded, *value_distances = sizes + 2 * x.padded, *gain = sizes + 3 * x.padded;
+    const Shares shares{sizes + 6 * x.padded, sizes + 4 * x.padded, sizes + 5 * x.padded};
+    float *bias = shares.of_row + rows, *average = bias + n + x.padded;
     for (int64_t c = 0; c < cells.count; ++c) {
         sizes[c] = c < finest ? (float)(start[c + 1] - start[c]) : 0;
         for (int32_t i = first[c]; i < first[c + 1]; ++i) sizes[c] += sizes[x.child[i]];
     }
     float* keys = pack_by_cell(kKeys, f.k, f, b, h, x);
     float* values = pack_by_cell(kValues, f.v, f, b, h, x);
-    mean_rows(f, x, sizes, keys, key_distances);
-    mean_rows(f, x, sizes, values, value_distances);
-    for (int64_t c = 0; c < x.padded; ++c) {
-        gain[c] = log_size[c] = -__builtin_inff();
-        if (c >= cells.count || sizes[c] == 0) continue;
-        const double size = sizes[c], key = key_distances[c] / size, value = value_distances[c] / size;
-        ++x.filled;
-        log_size[c] = __builtin_logf(sizes[c]);
-        gain[c] = (float)(__builtin_log(size) + 0.5 * __builtin_log((key < kNoSpread ? kNoSpread : key) *
-                                                                    (value < kNoSpread ? kNoSpread : value)));
-    }
+    mean_query(f, b, h, x.width, average + x.width, average);
+    for (int64_t r = 0; r < rows; ++r) shares.of_row[r] = r >= s.prefix && r < n ? dot(average, keys + r * x.width, x.width) : 0;
+    weigh_cells(f, x, sizes, shares);
+    mean_rows(f, x, shares, keys, key_distances);
+    mean_rows(f, x, shares, values, value_distances);
     for (int64_t r = 0; r < n; ++r) bias[r] = 0;
-    for (int64_t c = 0; c < cells.count; ++c) bias[n + c] = log_size[c];
+    for (int64_t c = 0; c < x.padded; ++c) {
+        gain[c] = bias[n + c] = -__builtin_inff();
+        if (c >= cells.count || sizes[c] == 0) continue;
+        const double key = key_distances[c], value = value_distances[c];
+        ++x.filled;
+        bias[n + c] = shares.sum[c] - dot(average, keys + (n + c) * x.width, x.width);
+        gain[c] = bias[n + c] + (float)(0.5 * __builtin_log((key < kNoSpread ? kNoSpread : key) *
+                                                            (value < kNoSpread ? kNoSpread : value)));
+    }
     float* means = take<float>(kMeans, x.width * x.padded);
     for (int64_t c = 0; c < cells.count; ++c)
         for (int64_t d = 0; d < x.width; ++d) means[d * x.padded + c] = keys[(n + c) * x.width + d];
     for (int64_t d = 0; d < x.width; ++d)
         for (int64_t c = cells.count; c < x.padded; ++c) means[d * x.padded + c] = 0;
-    x.keys = keys, x.values = values, x.gain = gain, x.log_size = log_size, x.bias = bias, x.means = means;
+    x.keys = keys, x.values = values, x.gain = gain, x.bias = bias, x.cell_bias = bias + n, x.means = means;
     return x;
 }
 
@@ -231,7 +290,7 @@ inline float least_score(const OpenCells& f, const CellHead& x, const float* que
     }
     Vec top = splat(highest), sum{};
     for (int64_t c = 0; c < whole; c += kLanes) {
-        const Vec logit = iota() < (int32_t)(finest - c) ? load(products + c) + load(x.log_size + c) : splat(-__builtin_inff());
+        const Vec logit = iota() < (int32_t)(finest - c) ? load(products + c) + load(x.cell_bias + c) : splat(-__builtin_inff());
         store(terms + c, logit);
         top = larger(logit, top);
     }
@@ -326,13 +385,13 @@ SPARSIFINER_INLINE int64_t list_keys(const CellHead& x, int64_t prefix, const Ch
 SPARSIFINER_INLINE void stand(const CellHead& x, const Choice& choice, int64_t levels, bool closed, float* row, float* scratch) {
     const Vec none = splat(-__builtin_inff());
     if (levels == 1 && closed) {
-        for (int64_t c = 0; c < x.padded; c += kLanes) store(row + c, load(row + c) + load(x.log_size + c));
+        for (int64_t c = 0; c < x.padded; c += kLanes) store(row + c, load(row + c) + load(x.cell_bias + c));
         for (int64_t i = 0; i < choice.opened_count; ++i) row[choice.opened[i]] = -__builtin_inff();
         return;
     }
     for (int64_t i = 0; i < choice.standing_count; ++i) {
         const int32_t c = choice.standing[i];
-        scratch[i] = row[c] + x.log_size[c];
+        scratch[i] = row[c] + x.cell_bias[c];
     }
     for (int64_t c = 0; c < x.padded; c += kLanes) store(row + c, none);
     for (int64_t i = 0; i < choice.standing_count; ++i) row[choice.standing[i]] = scratch[i];

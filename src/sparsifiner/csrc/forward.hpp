@@ -308,7 +308,7 @@ inline ListedHead listed_head(const Attend& f, int64_t b, int64_t h) {
     x.padded = f.padded_landmarks;
     x.keys = pack(kKeys, f.k, b, h, f.keys, s.head_dim, x.width);
     x.values = pack(kValues, f.v, b, h, f.keys, s.head_dim, x.width);
-    x.bias = f.bias ? f.bias + b * f.bias_image : nullptr;
+    x.bias = f.bias ? f.bias + (b * f.shape.heads + h) * f.keys : nullptr;
     x.up = f.up + h * s.tokens * x.padded;
     x.row_sums = f.row_sums + h * x.padded;
     const int64_t rows = f.groups.size, room = round_up(f.list_width, kLanes) + 2 * kLanes;

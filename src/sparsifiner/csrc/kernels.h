@@ -105,8 +105,7 @@ struct Attend {
     int64_t list_width;
     bool adds_self;
     int64_t keys;         // rows of k and v: the tokens, and whatever else lists name
-    const float* bias;    // [images, keys], added to the logits; or null
-    int64_t bias_image;   // 0 where all images have the same
+    const float* bias;    // [batch, heads, keys], added to the logits; or null
     float scale;
     float* normaliser;  // [batch, heads, tokens]: log of the softmax's denominator, kept for the backward
     int threads;

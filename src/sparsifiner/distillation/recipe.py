@@ -54,8 +54,8 @@ class Recipe:
     cells: str | None = _option(
         None, "For pattern cells: their sizes, finest level first, such as 2x2,4x4. The model's own if not given."
     )
-    refine: float | None = _option(
-        None, "For pattern cells: the share of a coarser level's cells that are opened into finer ones.", low=0, high=1
+    breadth: float | None = _option(
+        None, "For pattern cells: how many times the keys of opened cells those opened a level coarser hold.", low=1
     )
     tolerance: float | None = _option(
         None, "For pattern cells: open only those whose error is estimated larger; keep is then the most.", low=0
@@ -197,7 +197,7 @@ class Recipe:
 
     def sparsity(self) -> dict[str, Any]:
         """Settings of `SparseConfig` that are given; the others are the model's, or suggested for it."""
-        names = ("n_down", "tau", "basis_threshold", "pattern", "cells", "refine", "tolerance", "tile")
+        names = ("n_down", "tau", "basis_threshold", "pattern", "cells", "breadth", "tolerance", "tile")
         chosen = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.tile is not None:
             chosen["tile"] = parse_tile(self.tile)

@@ -247,7 +247,7 @@ def attention_row(layer: LayerPass, head: int, position: int, with_residual: boo
         query = torch.tensor([position])
         mask = layer.connectivity.mask(query)[0, head, 0]
         sparse = torch.softmax(logits.masked_fill(~mask, -torch.inf), dim=0)
-        used = shares(layer.q[None, :, query], layer.k[None], layer.opened, query, layer.scale)[0, head, 0]
+        used = shares(layer.q[None], layer.k[None], layer.opened, query, layer.scale)[0, head, 0]
         return Row(mask, full, sparse, used if with_residual else sparse, used.masked_fill(mask, 0), None)
     if layer.residual is None or position < layer.num_prefix:
         return Row(mask, full, full, full, None, None)

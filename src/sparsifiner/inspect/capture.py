@@ -130,7 +130,7 @@ def _record(seen: Observation, heads: Sequence[int] | None, queries: Sequence[in
     is_patch = (rows >= prefix)[:, None]
     if seen.opened is not None and seen.connectivity is not None:
         mask = seen.connectivity.mask(rows)[:, picked]
-        each = shares(seen.q[:, :, rows], seen.k, seen.opened, rows, layer.scale)[:, picked]
+        each = shares(seen.q, seen.k, seen.opened, rows, layer.scale)[:, picked]
         estimate = each.masked_fill(mask, 0)
     elif seen.residual is not None:
         # Low-rank attention alone keeps no key of a patch query.

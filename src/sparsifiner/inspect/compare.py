@@ -62,7 +62,7 @@ def tiled(tile: tuple[int, int]) -> Form:
 def opening(config: SparseConfig) -> Form:
     """Attention at several resolutions, as these settings have it; with a predictor or without."""
     shared = "" if config.tile is None else f" + tile {config.tile[0]}x{config.tile[1]}"
-    own = {"tile": config.tile, "cells": config.cells, "refine": config.refine, "tolerance": config.tolerance}
+    own = {"tile": config.tile, "cells": config.cells, "breadth": config.breadth, "tolerance": config.tolerance}
     return Form(f"cells{shared}", {"pattern": "cells", "residual": True, **own})
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -242,11 +243,14 @@ class SparseAttention(StandIn):
 
     def opening(self) -> cells.Opening:
         """How ``pattern="cells"`` cuts and opens the current grid."""
+        least, keep = math.prod(self.config.cells[0]), self.config.keep
+        if isinstance(keep, Sequence) or configuration.budget(keep, self.grid.num_tokens) < least:
+            least = 0  # the mean of all layers must hold a cell; what one layer gets of it need not
         return cells.Opening(
             grid=self.grid.size,
-            budget=self.budget(),
+            budget=max(least, self.budget()),
             cells=self.config.cells,
-            refine=self.config.refine,
+            breadth=self.config.breadth,
             tolerance=self.config.tolerance,
             num_prefix=self.grid.prefix,
             tile=self.config.tile,

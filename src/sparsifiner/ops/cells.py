@@ -1,9 +1,15 @@
 """Attention at several resolutions: the keys of a few cells of the grid one by one, every other cell as one token.
 
 A cell's mean key says what it would get, so that nothing is learned and nothing fitted: no weights, no calibration, and
-any grid. For query i with logits ``l_ij`` over keys and ``m_ic = scale q_i · mean key of c`` over cells,
+any grid. For query i with logits ``l_ij`` over keys and ``m_ic`` over cells,
 
-    o_i = [Σ_opened e^l v + Σ_others |c| e^m (mean value of c)] / [Σ_opened e^l + Σ_others |c| e^m]
+    o_i = [Σ_opened e^l v + Σ_others e^m (mean value of c)] / [Σ_opened e^l + Σ_others e^m]
+
+Means are taken as the image's mean query ``q̄`` weighs the keys of a cell, ``p_j ∝ e^(scale q̄·k_j)``, and
+
+    m_ic = log Σ_c e^(scale q̄·k_j) + scale (q_i - q̄) · (mean key of c)
+
+so that a cell stands for its keys exactly where the query is the mean one, and to first order around it.
 
 Cells may have several levels, each made of whole cells of the one before: all cells of the coarsest are looked at, some
 are opened into finer ones, and some of the finest into keys. The prefix and the cells in which a group of queries lies
@@ -81,39 +87,60 @@ class Cells:
     @property
     def sizes(self) -> Tensor:
         """How many tokens each cell holds: int64 ``[images, count]``."""
-        ones = torch.ones_like(self.of)[:, None, :, None]
-        return self._sums(ones)[:, 0, :, 0]
+        levels = [self._add_finest(torch.ones_like(self.of)[:, None, :, None])]
+        for start, end in itertools.pairwise(self.starts[:-1]):
+            levels.append(self._add(levels[-1], start, end))
+        return torch.cat(levels, 2)[:, 0, :, 0]
 
     def left(self, places: Tensor) -> Cells:
         """Where tokens have been dropped: the cells of those that are left, at ``places`` ``[batch, patches]``."""
         return dataclasses.replace(self, of=self.of[0][places])
 
-    def pool(self, patches: Tensor) -> Tensor:
-        """Means over the cells: ``[batch, heads, patches, d]`` to ``[batch, heads, count, d]``; zero where empty."""
-        return self._sums(patches) / self.sizes.clamp(min=1)[:, None, :, None]
+    def weigh(self, logits: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Sums of ``e^logits`` over cells, and what each patch or cell is of the sum of the cell that holds it.
 
-    def spreads(self, patches: Tensor, means: Tensor) -> Tensor:
-        """The mean squared distance of tokens from the mean of their cell, ``[batch, heads, count]``."""
+        Args:
+            logits: ``[batch, heads, patches]``.
+
+        Returns:
+            The sums' logarithms ``[batch, heads, count]``, minus infinity where a cell is empty; and shares
+            ``[batch, heads, patches]`` in the finest cells, then those of the cells of each level in the next.
+        """
+        sums, shares = [], []
+        for level, (start, end) in enumerate(itertools.pairwise(self.starts)):
+            holder = self.of if level == 0 else self.parent[None, self.starts[level - 1] : start] - start
+            holder = holder[:, None].expand(logits.shape)
+            empty = logits == -torch.inf
+            most = logits.new_full((*logits.shape[:2], end - start), -torch.inf).scatter_reduce(
+                2, holder, logits, "amax"
+            )
+            terms = (logits - most.gather(2, holder)).exp().masked_fill(empty, 0)
+            sums.append(most + torch.zeros_like(most).scatter_add(2, holder, terms).log())
+            shares.append((logits - sums[-1].gather(2, holder)).exp().masked_fill(empty, 0))
+            logits = sums[-1]
+        return torch.cat(sums, 2), shares
+
+    def pool(self, patches: Tensor, shares: Sequence[Tensor]) -> Tensor:
+        """Means over the cells by shares: ``[batch, heads, patches, d]`` to ``[batch, heads, count, d]``."""
+        levels = [self._add_finest(patches * shares[0][..., None])]
+        for level, (start, end) in enumerate(itertools.pairwise(self.starts[:-1]), 1):
+            levels.append(self._add(levels[-1] * shares[level][..., None], start, end))
+        return torch.cat(levels, 2)
+
+    def spreads(self, patches: Tensor, means: Tensor, shares: Sequence[Tensor]) -> Tensor:
+        """The mean squared distance of tokens from the mean of their cell, by shares, ``[batch, heads, count]``."""
         index = self.of[:, None, :, None].expand(patches.shape)
-        distances = (patches - means.gather(2, index)).square().sum(-1, keepdim=True)
-        sizes = self.sizes.to(patches.dtype)[:, None, :, None]
-        levels = [self._add_finest(distances)]
-        for start, end in itertools.pairwise(self.starts[:-1]):
-            parent = self.parent[start:end]
-            apart = (means[:, :, start:end] - means[:, :, parent]).square().sum(-1, keepdim=True)
-            levels.append(self._add(levels[-1] + sizes[:, :, start:end] * apart, start, end))
-        return (torch.cat(levels, 2) / sizes.clamp(min=1)).squeeze(-1)
+        apart = (patches - means.gather(2, index)).square().sum(-1, keepdim=True)
+        levels = [self._add_finest(apart * shares[0][..., None])]
+        for level, (start, end) in enumerate(itertools.pairwise(self.starts[:-1]), 1):
+            apart = (means[:, :, start:end] - means[:, :, self.parent[start:end]]).square().sum(-1, keepdim=True)
+            levels.append(self._add((levels[-1] + apart) * shares[level][..., None], start, end))
+        return torch.cat(levels, 2).squeeze(-1)
 
     def open(self, opened: Tensor) -> Tensor:
         """Whether each patch lies in an opened finest cell: boolean ``[..., cells]`` to ``[..., patches]``."""
         index = self.of[:, None, None].expand(*opened.shape[:3], self.of.shape[1])
         return opened.gather(3, index)
-
-    def _sums(self, patches: Tensor) -> Tensor:
-        levels = [self._add_finest(patches)]
-        for start, end in itertools.pairwise(self.starts[:-1]):
-            levels.append(self._add(levels[-1], start, end))
-        return torch.cat(levels, 2)
 
     def _add_finest(self, patches: Tensor) -> Tensor:
         sums = patches.new_zeros(*patches.shape[:2], self.starts[1], patches.shape[3])
@@ -151,6 +178,38 @@ def cut_cells(grid: tuple[int, int], cells: Sequence[tuple[int, int]], device: t
     return Cells(of[None], torch.cat(parents), starts)
 
 
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """One token for each cell, that stands for its keys.
+
+    Attributes:
+        keys: their means ``[batch, heads, count, d]``; ``values`` alike.
+        values: see there.
+        bias: ``[batch, heads, count]``, added to a cell's logit; minus infinity where it is empty.
+        shares: as `Cells.weigh` gives them.
+    """
+
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+    shares: list[Tensor]
+
+
+def stand(q: Tensor, k: Tensor, v: Tensor, cells: Cells, num_prefix: int, scale: float) -> Standing:
+    """What stands for the cells of these queries, keys and values, in the precision sums have.
+
+    How the keys of a cell are weighed belongs to the choice, as the opening does, and has no gradient. Then the bias
+    has none either: what the sum and the mean key give cancels.
+    """
+    dtype = accumulation_dtype(k.dtype)
+    queries, keys, values = (x[:, :, num_prefix:].to(dtype) for x in (q, k, v))
+    mean_query = queries.detach().mean(2, keepdim=True) * scale
+    sums, shares = cells.weigh((mean_query @ keys.detach().mT).squeeze(2))
+    mean_keys = cells.pool(keys, shares)
+    bias = sums - (mean_query @ mean_keys.detach().mT).squeeze(2)
+    return Standing(mean_keys, cells.pool(values, shares), bias, shares)
+
+
 @torch.library.custom_op("sparsifiner::open_cells", mutates_args=())
 def open_cells(
     q: Tensor,
@@ -171,8 +230,8 @@ def open_cells(
     """The lists of keys and, behind them, cells of each group of queries, and their lengths.
 
     Left closed, a cell errs by the weight it gets times how far its keys and values are from their means. So its score
-    is ``m_ic + log |c| + log (spread of keys · spread of values) / 2``. Of every level the highest scores are opened,
-    the group's own cells first, ties to the lower index. A group's queries are represented by their mean.
+    is ``m_ic + log (spread of keys · spread of values) / 2``. Of every level the highest scores are opened, the group's
+    own cells first, ties to the lower index. A group's queries are represented by their mean.
 
     Args:
         q: queries ``[batch, heads, n, d]``; ``k`` and ``v`` alike.
@@ -203,28 +262,28 @@ def open_cells(
 def _opened_parts(q, k, v, cells, opened, members, tiles, num_prefix, scale, tolerance) -> Iterator[tuple[Tensor, ...]]:
     """Finest cells that are opened and cells that stand, some groups at a time: ``[batch, heads, chunk, cells]``."""
     dtype = accumulation_dtype(k.dtype)
-    keys, values = (x[:, :, num_prefix:].detach().to(dtype) for x in (k, v))
-    mean_keys, mean_values = cells.pool(keys), cells.pool(values)
-    spreads = (
-        x.clamp(min=_NOTHING).log() for x in (cells.spreads(keys, mean_keys), cells.spreads(values, mean_values))
-    )
-    sizes = cells.sizes.to(dtype).log()[:, None]  # minus infinity where there are none
-    gain = (sizes + sum(spreads) / 2)[:, :, None]
-    queries, own = _asked(q[:, :, num_prefix:].detach().to(dtype), cells, members, tiles, num_prefix)
+    q, k, v = (x.detach() for x in (q, k, v))
+    stands = stand(q, k, v, cells, num_prefix, scale)
+    spreads = [
+        cells.spreads(x[:, :, num_prefix:].to(dtype), means, stands.shares).clamp(min=_NOTHING).log()
+        for x, means in ((k, stands.keys), (v, stands.values))
+    ]
+    gain = (sum(spreads) / 2)[:, :, None]
+    queries, own = _asked(q[:, :, num_prefix:].to(dtype), cells, members, tiles, num_prefix)
     there = (cells.sizes > 0)[:, None, None]
     finest = slice(0, cells.starts[1])
     columns = cells.count + k.shape[2]
     for part in torch.arange(queries.shape[2], device=q.device).split(
         max(1, CHUNK_ELEMENTS // (q.shape[0] * q.shape[1] * columns))
     ):
-        logits = queries[:, :, part] @ mean_keys.mT * scale
+        logits = queries[:, :, part] @ stands.keys.mT * scale + stands.bias[:, :, None]
         # What is not a number must not be hidden: its cell is opened.
         scores = (logits + gain).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         scores = scores.masked_fill(own[..., part, :], torch.inf).masked_fill(~there, -torch.inf)
         least = torch.full_like(scores[..., :1], -torch.inf)
         if tolerance > 0:
-            prefix = queries[:, :, part] @ k[:, :, :num_prefix].detach().to(dtype).mT * scale
-            whole = torch.cat([prefix, (logits + sizes[:, :, None])[..., finest]], -1)
+            prefix = queries[:, :, part] @ k[:, :, :num_prefix].to(dtype).mT * scale
+            whole = torch.cat([prefix, logits[..., finest]], -1)
             least = torch.logsumexp(whole, -1, keepdim=True) + math.log(tolerance)
         yield _open_levels(scores, cells, opened, least)
 
@@ -309,7 +368,7 @@ class Opening:
         grid: rows and columns of patches.
         cells: rows and columns of patches in a cell of each level, finest first.
         budget: B, the keys that the opened cells may hold.
-        refine: the share of a coarser level's cells that are opened; more where the budget needs them.
+        breadth: how many times the keys of the cells opened at one level those opened at the next coarser hold.
         tolerance: as in `open_cells`.
         num_prefix: tokens before the patches, which attend to everything and are attended to by all.
         tile: patch queries of such a tile open the same cells.
@@ -319,7 +378,7 @@ class Opening:
     grid: tuple[int, int]
     budget: int
     cells: Sequence[tuple[int, int]] = ((2, 2),)
-    refine: float = 0.5
+    breadth: float = 3.0
     tolerance: float = 0.0
     num_prefix: int = 1
     tile: tuple[int, int] | None = None
@@ -343,7 +402,8 @@ class Opening:
         candidates, opened, standing = counts[-1], [], 0
         for level in reversed(range(len(cells))):
             area = math.prod(cells[level])
-            wanted = budget // area if level == 0 else max(math.ceil(self.refine * candidates), -(-budget // area))
+            # The subtraction undoes binary rounding, as in `budget`.
+            wanted = budget // area if level == 0 else math.ceil(budget * self.breadth**level / area - 1e-9)
             rows_touched, columns_touched = (
                 _touched(side, across, part)
                 for side, across, part in zip(grid, self.tile or (1, 1), cells[level], strict=True)
@@ -429,9 +489,9 @@ def cell_attention(
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     lists, cells = opened.lists, opened.cells
     prefix, n = lists.num_prefix, q.shape[2]
-    dtype = accumulation_dtype(q.dtype)
-    keys, values = (torch.cat([x, cells.pool(x[:, :, prefix:].to(dtype)).to(x.dtype)], dim=2) for x in (k, v))
-    bias = functional.pad(cells.sizes.clamp(min=1).to(dtype).log(), (n, 0))
+    stands = stand(q, k, v, cells, prefix, scale)
+    keys, values = (torch.cat([x, means.to(x.dtype)], 2) for x, means in ((k, stands.keys), (v, stands.values)))
+    bias = functional.pad(stands.bias, (n, 0))
     none = q.new_empty(*q.shape[:2], n - prefix, 0), q.new_empty(q.shape[1], 0, n + cells.count)
     rows = dispatch.resolve(backend, q).attend(q, keys, values, lists, *none, scale, bias)
     if prefix == 0:
@@ -459,24 +519,26 @@ def shares(q: Tensor, k: Tensor, opened: Opened, queries: Tensor, scale: float) 
     For people who look; it builds Q x n.
 
     Args:
-        q: the chosen queries ``[batch, heads, Q, d]``.
+        q: all queries ``[batch, heads, n, d]``.
         k: all keys.
         opened: from `connect`.
-        queries: int64 ``[Q]``, the tokens they are.
+        queries: int64 ``[Q]``, the tokens that are asked for.
         scale: of the logits.
     """
     cells, n, prefix = opened.cells, k.shape[2], opened.lists.num_prefix
-    dtype = accumulation_dtype(q.dtype)
-    q, k = q.to(dtype), k.to(dtype)
+    stands = stand(q, k, k, cells, prefix, scale)
+    dtype = stands.keys.dtype
+    asked, keys = q[:, :, queries].to(dtype), k.to(dtype)
     mask = opened.lists.mask(queries)
     mask[..., n:] &= (queries >= prefix)[:, None]  # the prefix attends to keys alone
-    means = cells.pool(k[:, :, prefix:])
-    bias = cells.sizes.clamp(min=1).to(dtype).log()[:, None, None]
-    logits = torch.cat([q @ k.mT * scale, q @ means.mT * scale + bias], dim=-1)
+    logits = torch.cat([asked @ keys.mT * scale, asked @ stands.keys.mT * scale + stands.bias[:, :, None]], dim=-1)
     weights = torch.softmax(logits.masked_fill(~mask, -torch.inf), dim=-1)
-    each = weights[..., n:] / cells.sizes.clamp(min=1)[:, None, None]
-    spread, number = torch.zeros_like(weights[..., prefix:n]), cells.of
-    for _ in cells.starts[1:]:  # a key gets what its cells of all levels get
-        spread = spread + each.gather(3, number[:, None, None].expand(spread.shape[0], *each.shape[1:3], n - prefix))
-        number = cells.parent[number]
+    spread, number, share = torch.zeros_like(weights[..., prefix:n]), cells.of, stands.shares[0]
+    for level in range(len(stands.shares)):  # a key gets its share of what its cells of all levels get
+        if level:
+            inside = (number - cells.starts[level - 1])[:, None].expand(share.shape)
+            share = share * stands.shares[level].gather(2, inside)
+            number = cells.parent[number]
+        of_cell = weights[..., n:].gather(3, number[:, None, None].expand(spread.shape))
+        spread = spread + of_cell * share[:, :, None]
     return weights[..., :n] + functional.pad(spread, (prefix, 0))

@@ -405,8 +405,8 @@ class _Call:
         coefficients, lists = a_down.detach().float().contiguous(), indices.int().contiguous()
         q, k, v = _rows(q), _rows(k), _rows(v)
         added = None if bias is None else bias.float().contiguous()
-        if added is not None and (added.shape[0] not in (1, batch) or added.shape[1:] != k.shape[2:3]):
-            raise BackendError(f"bias must be [1 or {batch}, {k.shape[2]}], got {tuple(added.shape)}")
+        if added is not None and added.shape != k.shape[:3]:
+            raise BackendError(f"bias must be {list(k.shape[:3])}, got {tuple(added.shape)}")
         self.held = (members, up, row_sums, coefficients, lists, q, k, v, out, normaliser, added)
         self.native = native().Attend(
             self.shape,
@@ -424,7 +424,6 @@ class _Call:
             adds_self,
             k.shape[2],
             0 if added is None else added.data_ptr(),
-            0 if added is None or added.shape[0] == 1 else k.shape[2],
             scale,
             normaliser.data_ptr(),
             torch.get_num_threads(),

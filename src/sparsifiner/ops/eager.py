@@ -111,7 +111,7 @@ def _(a_down, w_up, members, budget, tau, basis_threshold, num_prefix):
 # Heads are apart from each other in every operator, so `torch.vmap` makes more of them. Where they are in each input
 # and output:
 SELECT_HEADS = ((1, 0, None, None, None, None, None), (1, 1))
-ATTEND_HEADS = (1, 1, 1, 1, None, 1, 0, None, None, None, None)
+ATTEND_HEADS = (1, 1, 1, 1, None, 1, 0, 1, None, None, None)
 GRADIENT_HEADS = (1, 1, 1, 1, 0)
 select.register_vmap(transforms.mapped(select, *SELECT_HEADS))
 
@@ -160,8 +160,7 @@ class _Chunk:
 
         logits = self.queries @ self.keys.mT * scale
         if bias is not None:
-            image = torch.arange(batch, device=q.device).view(batch, 1, 1, 1) * (bias.shape[0] > 1)
-            logits = logits + bias.to(dtype)[image, lists][..., None, :]
+            logits = logits + bias.to(dtype).gather(2, lists.flatten(2)).view(lists.shape)[..., None, :]
         logits = logits.masked_fill(~connected, -torch.inf)
         self.probabilities = torch.softmax(logits, dim=-1)  # [batch, heads, chunk, size, width]
         self.connected = connected
@@ -320,8 +319,8 @@ def attend(
 ) -> Tensor:
     """Patch rows of the sparse output, without the ``A_down (W_up V)`` term; differentiable.
 
-    Keys and values may have more rows than there are queries: lists then name those too. ``bias`` ``[images, rows]``,
-    or one row for all images, is added to the logits.
+    Keys and values may have more rows than there are queries: lists then name those too. ``bias``
+    ``[batch, heads, rows]`` is added to the logits, and has no gradient.
     """
     return _differentiable_attend(
         q,

@@ -75,7 +75,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     """Eq. 4-6: softmax over the connected keys only, then the product with their values."""
     logits = q @ k.mT * scale
     if bias is not None:
-        logits = logits + bias[:, None, None]
+        logits = logits + bias[:, :, None]
     return torch.softmax(logits.masked_fill(~mask, -torch.inf), dim=-1) @ v
 
 
@@ -107,6 +107,26 @@ def residual_attention(
     return kept_part(q, k, v, mask, scale, a_down, w_up) + a_down @ (w_up @ v)
 
 
+def stand(q: Tensor, k: Tensor, v: Tensor, holds: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean keys, mean values and biases of cells, as the mean of the queries weighs the keys of each.
+
+    Args:
+        q: patch queries ``[batch, heads, patches, d]``; ``k`` and ``v`` alike.
+        k: keys.
+        v: values.
+        holds: boolean ``[batch, cells, patches]``, the patches that each cell holds.
+        scale: of the logits.
+    """
+    mean_query = q.mean(2, keepdim=True) * scale
+    logits = (mean_query @ k.mT).masked_fill(~holds[:, None], -torch.inf)  # [batch, heads, cells, patches]
+    there = holds.any(-1)[:, None, :, None]
+    shares = torch.softmax(logits.masked_fill(~there, 0), -1).detach()  # of an empty cell, whatever they are
+    means = shares @ k
+    sums = torch.logsumexp(logits.masked_fill(~there, 0), -1, keepdim=True)
+    bias = (sums - means @ mean_query.mT).masked_fill(~there, -torch.inf)
+    return means, shares @ v, bias.squeeze(-1)
+
+
 def cell_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, holds: Tensor, scale: float) -> Tensor:
     """Attention at several resolutions for patch queries: some keys, and some cells as one token each.
 
@@ -119,10 +139,8 @@ def cell_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, holds: Tensor,
         scale: of the logits.
     """
     prefix = k.shape[2] - holds.shape[2]
-    members = holds.to(k.dtype)[:, None]
-    sizes = members.sum(-1, keepdim=True)  # [batch, 1, cells, 1]
-    mean_keys, mean_values = (members @ x[:, :, prefix:] / sizes.clamp(min=1) for x in (k, v))
-    logits = torch.cat([q @ k.mT * scale, q @ mean_keys.mT * scale + sizes.mT.clamp(min=1).log()], -1)
+    mean_keys, mean_values, bias = stand(q, k[:, :, prefix:], v[:, :, prefix:], holds, scale)
+    logits = torch.cat([q @ k.mT * scale, q @ mean_keys.mT * scale + bias[:, :, None]], -1)
     weights = torch.softmax(logits.masked_fill(~mask, -torch.inf), dim=-1)
     return weights @ torch.cat([v, mean_values], 2)
 

@@ -108,7 +108,7 @@ def _form(config: SparseConfig) -> dict[str, object]:
             "residual": "on" if config.residual else "off (the paper's form)",
         }
     levels = ", ".join(f"{rows} x {columns}" for rows, columns in config.cells)
-    refined = f"; {config.refine:g} of the coarser ones opened into finer" if len(config.cells) > 1 else ""
+    refined = f"; coarser ones opened hold {config.breadth:g} times the keys of finer" if len(config.cells) > 1 else ""
     standing = "stand for their keys as one token" if config.residual else "are left out"
     return {"cells": f"{levels} patches{refined}", "cells not opened": standing}
 
