@@ -114,8 +114,8 @@ class SparseConfig:
             model made so has no predictors, and cannot take another pattern later.
         cells: for ``pattern="cells"``, the rows and columns of patches in a cell of each level, finest first: the cells
             of a level hold whole cells of the one before.
-        breadth: how many times the keys of the cells opened at one level those opened at the next coarser hold, at least
-            1: the larger, the more cells are looked at finely.
+        breadth: how many times the keys of the cells opened at one level those opened at the next coarser hold, at
+            least 1: the larger, the more cells are looked at finely.
         tolerance: open only cells whose error, if left closed, is estimated to be larger: easy queries then open few,
             and ``keep`` is the most that any may open. 0 opens as many as ``keep`` allows.
         tokens: which tokens are dropped on the way; None keeps all.
@@ -251,7 +251,7 @@ def budget(keep: float, num_tokens: int) -> int:
     return max(1, math.ceil(keep * num_tokens - 1e-9))
 
 
-# What a layer of a model that opens cells gets of the mean budget, from the first to the last. Errors of early layers go
+# What a layer of a model that opens cells gets of the mean budget, first to last. Errors of early layers go
 # through all that follow, and late layers look at means (docs/cells.md has what was measured).
 _BY_DEPTH = (1.0, 2.0, 2.0, 1.5, 1.5, 1.0, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25)
 
