@@ -69,24 +69,18 @@ def evaluation_photos(
 
 
 def forms() -> list[compare.Form]:
-    """Either form, per query and in tiles; cells of one or two levels, and with a tolerance (keep is then a bound)."""
+    """Either form, per query and in tiles; cells of one to three levels."""
     found = []
     for tile in TILES:
         where = "per query" if tile is None else f"tile {tile[0]}x{tile[1]}"
-        settings: dict[str, Any] = {"tile": tile, "cells": ((2, 2),), "tolerance": 0.0, "refine": 0.5}
-        found.append(compare.Form(f"cells 2x2, {where}", settings | {"pattern": "cells"}))
-        found.append(compare.Form(f"predictor, {where}", settings | {"pattern": "learned"}))
+        levels: list[tuple[tuple[int, int], ...]] = [((1, 2),), ((2, 2),)]
         if tile == (4, 4):
-            settings |= {"cells": ((2, 2), (4, 4)), "pattern": "cells"}
-            found.append(compare.Form(f"cells 2x2 and 4x4, {where}", settings))
-            three = settings | {"cells": ((2, 2), (4, 4), (8, 8))}
-            found.append(compare.Form(f"cells 2x2, 4x4 and 8x8, {where}", three))
-            tolerant = settings | {"tolerance": 0.13, "refine": 0.6}
-            found.append(compare.Form(f"tolerance 0.13, cells 2x2 and 4x4, {where}", tolerant))
-        if tile is None:  # the first keeps a tenth of the keys at 512 pixels, the others a quarter and a tenth at 224
-            for tolerance in (0.1, 0.3, 0.6):
-                tolerant = settings | {"pattern": "cells", "tolerance": tolerance}
-                found.append(compare.Form(f"tolerance {tolerance}, cells 2x2, per query", tolerant))
+            levels += [((2, 2), (4, 4)), ((2, 2), (4, 4), (8, 8))]
+        for cells in levels:
+            sizes = " and ".join(f"{rows}x{columns}" for rows, columns in cells)
+            settings = {"pattern": "cells", "tile": tile, "cells": cells, "tolerance": 0.0}
+            found.append(compare.Form(f"cells {sizes}, {where}", settings))
+        found.append(compare.Form(f"predictor, {where}", {"pattern": "learned", "tile": tile}))
     return found
 
 

@@ -59,8 +59,9 @@ def test_suggested_landmarks_fit_the_grid(size, landmarks):
 @pytest.mark.parametrize(
     ("size", "tile", "cells"),
     [
-        ((14, 14), None, ((2, 2),)),
-        ((19, 21), None, ((2, 2),)),  # 399 patches
+        ((12, 12), None, ((1, 2),)),
+        ((14, 14), (4, 4), ((1, 2),)),
+        ((19, 21), (4, 4), ((1, 2),)),  # 399 patches
         ((20, 20), (4, 4), ((2, 2), (4, 4))),
         ((55, 55), (4, 4), ((2, 2), (4, 4), (8, 8))),
         ((3, 134), (4, 4), ((2, 2),)),  # whose coarser cells would be higher than the grid

@@ -661,5 +661,5 @@ def test_a_model_that_opens_cells(subject):
         dropped = get(client, "view", image=IMAGE, layer=1, head=0, query=0, token_keep=0.5)
         assert sum(value is not None for value in dropped["maps"]["full"]["patches"]) < 25
         refused = client.get("/api/run", params={"image": IMAGE, "keep": 0.05})
-        assert "a budget of 2 keys is less than one cell" in refused.json()["error"]
+        assert "keys is less than one cell of 2 x 2 patches" in refused.json()["error"]
     app.state.explorer.engine.close()

@@ -58,7 +58,7 @@ def test_a_report_without_images(student, tmp_path):
 
 
 def test_a_report_of_a_model_made_for_cells(vit, photos, tmp_path):
-    student = sp.sparsify(vit, sp.SparseConfig(0.3, pattern="cells"))
+    student = sp.sparsify(vit, sp.SparseConfig([0.3, 0.3], pattern="cells"))
     statistics = measure(student, photos)
     pictures = html.pictures_of(student, photos[0], np.full((20, 20, 3), 0.4), "photo")
     assert ["the cells it opens" in picture.caption for picture in pictures] == [False, True, False, False, False]

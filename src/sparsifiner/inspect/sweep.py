@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sparsifiner.config import TokenConfig
-from sparsifiner.convert import config_of, conversion_of, reconfigure
+from sparsifiner.convert import config_of, conversion_of, reconfigure, sparse_layers
 from sparsifiner.errors import ConfigError
 from sparsifiner.inspect import compare
 from sparsifiner.inspect.statistics import measure
@@ -134,9 +134,10 @@ def layer_recalls(
     """
     before = config_of(student)
     found: list[list[float]] = []
+    depth = len(sparse_layers(student))
     try:
         for level in levels:
-            reconfigure(student, keep=level, tokens=None)
+            reconfigure(student, keep=[level] * depth, tokens=None)
             found.append([layer.recall for layer in measure(student, images)])
             if advance:
                 advance(1)

@@ -268,7 +268,7 @@ def _opened_parts(q, k, v, cells, opened, members, tiles, num_prefix, scale, tol
         cells.spreads(x[:, :, num_prefix:].to(dtype), means, stands.shares).clamp(min=_NOTHING).log()
         for x, means in ((k, stands.keys), (v, stands.values))
     ]
-    gain = (sum(spreads) / 2)[:, :, None]
+    gain = ((spreads[0] + spreads[1]) / 2)[:, :, None]
     queries, own = _asked(q[:, :, num_prefix:].to(dtype), cells, members, tiles, num_prefix)
     there = (cells.sizes > 0)[:, None, None]
     finest = slice(0, cells.starts[1])
