@@ -4,7 +4,7 @@ DeiT-Tiny, 300 calibration photos of imagenet-hires.tar (and their mirror images
 labels; measured before and after on the 400 evaluation photos. Writes results/cells-distillation.csv.
 
     python benchmarks/cells_distillation.py --epochs 3
-    python benchmarks/cells_distillation.py --epochs 10 --keep 0.1 --tolerance 0 --tile 4x4 --cells 2x2,4x4
+    python benchmarks/cells_distillation.py --epochs 10 --tile 4x4 --cells 2x2,4x4
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PIXELS = 512
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=float, default=3)
-    parser.add_argument("--keep", type=float, default=0.3)
-    parser.add_argument("--tolerance", type=float, default=0.1)
+    parser.add_argument("--keep", type=float, default=0.1)
+    parser.add_argument("--tolerance", type=float, default=0.0)
     parser.add_argument("--tile", default="none")
     parser.add_argument("--cells", default="2x2")
     parser.add_argument("--learning-rate", type=float, default=2e-5)

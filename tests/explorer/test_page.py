@@ -364,7 +364,9 @@ def test_a_model_that_opens_cells(browser, subject):
         for hidden in ("#basis", "#tau", "#basis_threshold"):
             expect(page.locator(hidden)).to_be_hidden()
         expect(page.locator("#residual-name")).to_have_text("Standing cells")
-        expect(page.locator("#patch")).to_contain_text("opens cells of at most 4 of 26 keys")  # the last layer has less than the mean
+        expect(page.locator("#patch")).to_contain_text(
+            "opens cells of at most 4 of 26 keys"
+        )  # the last layer has less than the mean
         assert pixels(page, "#map-mask") > 1
         page.locator("#tile").select_option("2x2")
         expect_link(page, "tile=2x2")
