@@ -243,6 +243,22 @@ def test_train_goes_on_with_cells(folder, opening, tmp_path):
         )
 
 
+def test_train_without_labels(folder, opening, tmp_path):
+    """Photos in one folder, of no class."""
+    loose = tmp_path / "photos"
+    loose.mkdir()
+    for number, photo in enumerate(sorted((folder / "images").rglob("*.*"))[:4]):
+        (loose / f"{number}{photo.suffix}").write_bytes(photo.read_bytes())
+    arguments = ("train", "--checkpoint", opening, "--data", loose, "--recipe", "large-cells", "--phase2-epochs", 1)
+    arguments += ("--keep", 0.5)
+    about = json.loads(run(*arguments, "--no-labels", "--out", tmp_path / "run", "--json").stdout)
+    assert about["steps"] == {"2": 1}
+    assert "label" not in about["last"]
+    assert {"token", "prediction"} <= set(about["last"])
+    with pytest.raises(ConfigError, match="contradict each other"):
+        run(*arguments, "--no-labels", "--label-weight", 1, "--out", tmp_path / "run")
+
+
 def test_flops_of_a_named_model():
     (count,) = json.loads(run("flops", "--model", "deit_small_patch16_224", "--keep", "0.25", "--json").stdout)
     assert count["dense_attention"] == pytest.approx(357.7e6, rel=1e-3)

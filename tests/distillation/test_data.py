@@ -165,3 +165,15 @@ def test_labels_that_are_none(tmp_path, name, content):
         tar.addfile(member, io.BytesIO(content))
     with pytest.raises(DataError, match=rf"a\.tar: {name}: expected a class number"):
         open_images(f"wds/{tmp_path}/a.tar", lambda x: x)
+
+
+def test_maps_are_mirrored_with_their_images():
+    images = torch.arange(48.0).view(4, 1, 3, 4)
+    recipe = sp.Recipe(**(PLAIN | {"flip": 0.5, "batch_size": 4}))
+    data = from_tensors(images, images[:, 0].long(), recipe)
+    mirrored = set()
+    for epoch in range(4):
+        for batch in data.passes(epoch, 0, 4, 0, 1, 0):
+            assert torch.equal(batch.images[:, 0].long(), batch.labels)
+            mirrored |= set((batch.keys % 2).tolist())
+    assert mirrored == {0, 1}

@@ -517,3 +517,82 @@ def test_what_cells_cannot_learn(vit, data, settings, message):
     student = sp.sparsify(vit, sp.SparseConfig(0.3, pattern="cells"))
     with pytest.raises(ConfigError, match=message):
         sp.distill(student, data, QUICK.replace(**settings))
+
+
+def patch_classes(head):
+    """A task of one's own: a class for each patch."""
+
+    def predict(model, images):
+        patches = model.forward_features(images)[:, 1:]
+        return head(patches).mT.unflatten(2, (5, 5))
+
+    return predict
+
+
+@pytest.fixture
+def task(data):
+    head = torch.nn.Linear(24, 4).requires_grad_(False)
+    maps = torch.randint(0, 4, (48, 5, 5))
+    maps[:, 0, 0] = -100  # not counted
+    return (data[0], maps), patch_classes(head)
+
+
+def test_labels_of_every_patch(make, task, vit):
+    data, predict = task
+    recipe = QUICK.replace(phase1_epochs=0, phase2_epochs=6, start="given", label_smoothing=0.0)
+    student = make()
+    report = sp.distill(student, data, recipe, teacher=vit, predict=predict)
+    first, last = report.lines[0], report.lines[-1]
+    assert last["label"] < first["label"]
+    assert {"token", "prediction"} <= set(last)
+    assert torch.equal(student.head.weight, vit.head.weight)  # which the task does not use
+
+
+def test_a_loss_of_ones_own_is_weighed_with_the_others(make, task):
+    data, predict = task
+    seen = []
+
+    def loss(predictions, labels):
+        seen.append((predictions.shape, labels.shape))
+        return predictions.square().mean()
+
+    recipe = QUICK.replace(phase1_epochs=0, start="given", label_weight=3.0, token_weight=0.0)
+    line = sp.distill(make(), data, recipe, predict=predict, loss=loss).lines[0]
+    assert seen[0] == ((8, 4, 5, 5), (8, 5, 5))
+    assert line["loss"] == pytest.approx(3 * line["label"] + 0.5 * line["prediction"], rel=1e-5)
+
+
+def test_a_task_is_resumed_bit_for_bit_and_its_teacher_cached(make, task, tmp_path, monkeypatch):
+    data, predict = task
+    settings = {"crop": "centre", "auto_augment": "", "colour_jitter": 0.0, "erase": 0.0, "cache_teacher": True}
+    recipe = QUICK.replace(phase1_epochs=0, start="given", **settings)
+    cache = tmp_path / "teacher.safetensors"
+    whole = make()
+    sp.distill(whole, data, recipe, predict=predict, out=tmp_path / "whole", teacher_cache=cache)
+    saved = state.save
+
+    def stop(folder, run, *arguments, **settings):
+        saved(folder, run, *arguments, **settings)
+        if run.step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(state, "save", stop)
+    with pytest.raises(KeyboardInterrupt):
+        sp.distill(make(), data, recipe, predict=predict, out=tmp_path / "cut", teacher_cache=cache)
+    monkeypatch.setattr(state, "save", saved)
+    again = make()
+    report = sp.distill(again, data, recipe, predict=predict, out=tmp_path / "cut", teacher_cache=cache)
+    assert report.resumed
+    assert same(whole, again)
+    other = patch_classes(torch.nn.Linear(24, 4).requires_grad_(False))
+    with pytest.raises(CheckpointError, match="its predictions differ"):
+        sp.distill(make(), data, recipe, predict=other, teacher_cache=cache)
+
+
+def test_what_maps_of_labels_do_not_go_with(make, task, data):
+    maps, predict = task
+    recipe = QUICK.replace(phase1_epochs=0, start="given")
+    with pytest.raises(ConfigError, match="say with predict what the model predicts of each"):
+        sp.distill(make(), maps, recipe)
+    with pytest.raises(ConfigError, match="mixup and cutmix mix the classes of whole images"):
+        sp.distill(make(), maps, recipe.replace(mixup=0.5), predict=predict)

@@ -3,6 +3,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparsifiner.distillation import losses
+from sparsifiner.errors import ConfigError
 
 
 def problem(batch=2, heads=3, n=26, d=8, m=5, dtype=torch.float64):
@@ -60,3 +61,15 @@ def test_the_other_losses():
     hard = losses.label_loss(ours, labels)
     torch.testing.assert_close(losses.label_loss(ours, torch.eye(7)[labels]), hard)  # shares of classes, as mixup's
     torch.testing.assert_close(losses.token_loss(ours, theirs), (ours - theirs).square().mean())
+
+
+def test_predictions_of_every_place():
+    ours, theirs = torch.randn(2, 3, 5, 2, 4)
+    each = [losses.prediction_loss(ours[:, :, i, j], theirs[:, :, i, j]) for i in range(2) for j in range(4)]
+    torch.testing.assert_close(losses.prediction_loss(ours, theirs), torch.stack(each).mean())
+    labels = torch.randint(0, 5, (3, 2, 4))
+    labels[0] = -100
+    counted = losses.label_loss(ours[1:], labels[1:])
+    torch.testing.assert_close(losses.label_loss(ours, labels), counted)
+    with pytest.raises(ConfigError, match="of the same places"):
+        losses.label_loss(ours, labels[:, :1])

@@ -23,7 +23,15 @@ def test_named_recipes_are_whole(name):
 
 
 def test_there_is_a_recipe_for_each_of_the_papers_models_and_for_here():
-    assert {"deit-s-224", "lv-vit-s-224", "deit-t-384", "two-cores", "digits"} <= set(names())
+    assert {
+        "deit-s-224",
+        "lv-vit-s-224",
+        "deit-t-384",
+        "two-cores",
+        "digits",
+        "large-cells",
+        "large-predictors",
+    } <= set(names())
 
 
 def test_a_file_of_ones_own(tmp_path):

@@ -11,6 +11,7 @@ import typer
 
 from sparsifiner.cli import common
 from sparsifiner.distillation.recipe import Recipe, kind_of, names
+from sparsifiner.errors import ConfigError
 from sparsifiner.progress import show_progress
 
 RECIPE_HELP = f"One of {', '.join(names())}, or a TOML file of your own."
@@ -39,6 +40,12 @@ def train(
     limit: common.Limit = None,
     preprocess: common.Preprocess = "model",
     class_map: common.ClassMap = None,
+    no_labels: Annotated[
+        bool,
+        typer.Option(
+            "--no-labels", help="Learn from the dense model alone: any images will do, in folders of any name or none."
+        ),
+    ] = False,
     split: Annotated[str, typer.Option(help="Split of a Hugging Face dataset.")] = "train",
     workers: common.Workers = 0,
     skip_unreadable: common.SkipUnreadable = False,
@@ -52,7 +59,8 @@ def train(
     """Distils a sparse model from its dense self in two phases: the predictors, then all weights.
 
     Every setting of the recipe is an option; what is not given is the recipe's, and without a recipe the paper's.
-    Ctrl-C saves and stops; the same command goes on.
+    Ctrl-C saves and stops; the same command goes on. With --no-labels the dense model's tokens and predictions are all
+    there is to learn from.
 
     Example: `sparsifiner train --model deit_small_patch16_224 --weights hub --data imagenet/train --out run
     --recipe deit-s-224`, or on 8 GPUs `torchrun --nproc-per-node 8 -m sparsifiner train ... --batch-size 21`
@@ -62,6 +70,10 @@ def train(
     from sparsifiner.distillation.recipe import config_for
 
     common.use_threads(threads)
+    if no_labels:
+        if settings.get("label_weight"):
+            raise ConfigError("--no-labels and --label-weight contradict each other: choose one")
+        settings["label_weight"] = 0.0
     chosen = (Recipe.read(recipe) if recipe else Recipe()).replace(**common.given(**settings))
     if checkpoint is not None:
         student = sp.load(checkpoint)

@@ -30,7 +30,11 @@ SAMPLE, ORDER, MIX, STEP, KEEP = range(5)
 
 @dataclasses.dataclass
 class Batch:
-    """Images with labels (-1 without; shares of classes after mixup) and numbers that name image and mirroring."""
+    """Images with labels and numbers that name image and mirroring.
+
+    Labels are class numbers ``[batch]`` (-1 without), shares of classes after mixup, or maps ``[batch, ..., rows,
+    columns]`` of whatever a task asks for each pixel.
+    """
 
     images: Tensor
     labels: Tensor
@@ -61,14 +65,21 @@ class _Tensors(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor | int]:
         image = self.images[index]
-        label = -1 if self.labels is None else int(self.labels[index])
+        label = -1 if self.labels is None else self.labels[index]
         return (image if self.transform is None else self.transform(image)), label
 
 
 class TrainingSet(Dataset):
-    """Samples by ``(epoch, number, copy)``."""
+    """Samples by ``(epoch, number, copy)``.
+
+    Args:
+        images: ``(image, label)`` by number, or a `Failure`; a label that is a map is mirrored with its image.
+        recipe: what is drawn is of its seed.
+        varies: whether a number is not the same image in every epoch, but for being mirrored.
+        skip_unreadable: pass over images that cannot be read, and count them, instead of stopping.
+    """
 
     def __init__(self, images: Any, recipe: Recipe, *, varies: bool, skip_unreadable: bool = False) -> None:
         self.images, self.recipe, self.varies = images, recipe, varies
@@ -78,15 +89,17 @@ class TrainingSet(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, item: tuple[int, int, int]) -> tuple[Tensor, int, int] | Failure:
+    def __getitem__(self, item: tuple[int, int, int]) -> tuple[Tensor, Tensor, int] | Failure:
         epoch, index, copy = item
         seed_generators(self.recipe.seed, SAMPLE, epoch, index, copy)
         mirrored = random.random() < self.recipe.flip
         sample = self.images[index]
         if isinstance(sample, Failure):
             return sample
-        image, label = sample
-        return (image.flip(-1) if mirrored else image), label, 2 * index + mirrored
+        image, label = sample[0], torch.as_tensor(sample[1])
+        if mirrored:
+            image, label = image.flip(-1), label.flip(-1) if label.ndim >= 2 else label
+        return image, label, 2 * index + mirrored
 
     def order(self, epoch: int) -> list[tuple[int, int, int]]:
         """All samples of an epoch."""
@@ -120,19 +133,23 @@ def _collate(samples: list[Any]) -> tuple[Batch | None, list[Failure]]:
     if not read:
         return None, failures
     images, labels, keys = zip(*read, strict=True)
-    return Batch(torch.stack(images), torch.tensor(labels), torch.tensor(keys)), failures
+    return Batch(torch.stack(images), torch.stack(labels), torch.tensor(keys)), failures
 
 
 def from_tensors(
     images: Tensor, labels: Tensor | None, recipe: Recipe, transform: Callable[[Tensor], Tensor] | None = None
 ) -> TrainingSet:
-    """Images in memory, normalised; a recipe's flips and mixup apply, and ``transform`` in the place of the rest."""
+    """Images in memory, normalised; a recipe's flips and mixup apply, and ``transform`` in the place of the rest.
+
+    Labels are a number for each image, or a map ``[count, ..., rows, columns]``, which ``transform`` does not see: it
+    must leave pixels where they are.
+    """
     if images.ndim != 4 or not images.is_floating_point() or not len(images):
         raise DataError(f"images must be floating point [count, channels, height, width], got {tuple(images.shape)}")
     if not bool(torch.isfinite(images).all()):
         raise DataError("images hold NaN or infinite values")
-    if labels is not None and labels.shape != (len(images),):
-        raise DataError(f"{len(images)} images need as many labels, got {tuple(labels.shape)}")
+    if labels is not None and (labels.ndim in (0, 2) or len(labels) != len(images)):
+        raise DataError(f"{len(images)} images need as many labels, or maps of labels, got {tuple(labels.shape)}")
     return TrainingSet(_Tensors(images, labels, transform), recipe, varies=transform is not None)
 
 
@@ -200,10 +217,12 @@ def mixing(recipe: Recipe, num_classes: int) -> Callable[[Batch, int], Batch]:
         mixup_alpha=recipe.mixup,
         cutmix_alpha=recipe.cutmix,
         label_smoothing=recipe.label_smoothing,
-        num_classes=num_classes,
+        num_classes=max(1, num_classes),  # also of a model without classes, whose images have no labels
     )
 
     def mix(batch: Batch, number: int) -> Batch:
+        if batch.labels.ndim > 1:
+            raise ConfigError("mixup and cutmix mix the classes of whole images: set both to 0 for labels per pixel")
         if len(batch.images) % 2:  # an image was skipped: its partner goes too
             batch = Batch(batch.images[:-1], batch.labels[:-1], batch.keys[:-1])
         np.random.seed(number)  # noqa: NPY002 (timm draws from it)

@@ -25,7 +25,7 @@ from sparsifiner.distillation.log import Log
 from sparsifiner.distillation.processes import Processes
 from sparsifiner.distillation.recipe import Recipe
 from sparsifiner.distillation.state import RunState
-from sparsifiner.distillation.teacher import CachedTeacher, LiveTeacher
+from sparsifiner.distillation.teacher import CachedTeacher, LiveTeacher, Predict, own_predictions
 from sparsifiner.errors import CheckpointError, DataError, TrainingError
 
 
@@ -97,10 +97,12 @@ class Trainer:
         data: the training images.
         recipe: the settings.
         teacher: gives the targets of phase 2; None where there is no phase 2.
+        predict: from the student and images to its predictions.
+        loss: from predictions and labels to the loss that takes the place of cross-entropy, if any does.
         processes: this process among those that train together.
         folder: for checkpoints and the log; None to write nothing.
         workers: processes that read images.
-        evaluate: from the student to its top-1, called after each epoch of phase 2; the best is kept.
+        evaluate: from the student to its score, called after each epoch of phase 2; the best is kept.
         log: told of every few steps.
     """
 
@@ -111,6 +113,8 @@ class Trainer:
         recipe: Recipe,
         *,
         teacher: LiveTeacher | CachedTeacher | None,
+        predict: Predict,
+        loss: Callable[[Tensor, Tensor], Tensor] | None,
         processes: Processes,
         folder: Path | None,
         workers: int,
@@ -118,6 +122,7 @@ class Trainer:
         log: Log,
     ) -> None:
         self.student, self.data, self.recipe, self.teacher = student, data, recipe, teacher
+        self.predict, self.loss = predict, loss
         self.processes, self.folder, self.workers = processes, folder, workers
         self.evaluate, self.log = evaluate, log
         self.together = recipe.batch_size * recipe.accumulate * processes.world
@@ -245,11 +250,13 @@ class Trainer:
         if self.average and self._average_state is not None:
             self.average.weights = self._average_state
         self.student.train(phase == 2)
-        self.joint: nn.Module = phases.Joint(self.student, self.recipe)
+        self.joint: nn.Module = phases.Joint(self.student, self.recipe, self.predict)
         self.processes.share(self.student.state_dict().values())
         if phase == 2 and self.processes.world > 1:
             devices = [self.processes.device.index] if self.processes.device.type == "cuda" else None
-            self.joint = DistributedDataParallel(self.joint, device_ids=devices)
+            # A task of one's own may leave weights unused: the model's classifier, for one.
+            unused = self.predict is not own_predictions
+            self.joint = DistributedDataParallel(self.joint, device_ids=devices, find_unused_parameters=unused)
 
     def _leave(self, phase: int) -> None:
         if self.recipe.elastic:
@@ -313,7 +320,8 @@ class Trainer:
         if self.teacher is None:
             raise TrainingError("phase 2 needs a teacher")
         batch = self.mix(batch, number_from(r.seed, MIX, self.state.step, self.processes.rank, number)).to(device)
-        if r.label_weight and batch.labels.ndim == 1 and bool((batch.labels < 0).any()):
+        numbers = batch.labels.ndim == 1 and not batch.labels.is_floating_point()
+        if r.label_weight and numbers and bool((batch.labels < 0).any()):
             raise DataError("there are images without labels: set label_weight to 0 to train without")
         waits = contextlib.nullcontext()
         if isinstance(self.joint, DistributedDataParallel) and not last:
@@ -322,7 +330,7 @@ class Trainer:
             with cast:
                 targets = self.teacher(batch)
                 passed = self.joint(batch.images)
-            parts = phases.joint_losses(r, batch, targets, passed)
+            parts = phases.joint_losses(r, batch, targets, passed, self.loss)
             (parts["loss"] * share).backward()
         return parts
 
@@ -378,11 +386,12 @@ def _optimiser_tensors(optimiser: torch.optim.Optimizer, groups: list[dict]) -> 
 
 def _fill_optimiser(optimiser: torch.optim.Optimizer, groups: list[dict], tensors: dict[str, Tensor]) -> None:
     expected = {name for group in groups for name in group["names"]}
-    if {key.rpartition("/")[0] for key in tensors} != expected:
+    if not {key.rpartition("/")[0] for key in tensors} <= expected:  # what got no gradient has no state
         raise CheckpointError("the checkpoint's optimiser is of other weights than this run's")
     for group in groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             own = {key.rpartition("/")[2]: value for key, value in tensors.items() if key.rpartition("/")[0] == name}
-            optimiser.state[parameter] = {
-                key: value.clone() if key == "step" else value.to(parameter.device) for key, value in own.items()
-            }
+            if own:
+                optimiser.state[parameter] = {
+                    key: value.clone() if key == "step" else value.to(parameter.device) for key, value in own.items()
+                }

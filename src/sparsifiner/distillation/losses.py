@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sparsifiner.errors import ConfigError
 from sparsifiner.ops.connectivity import accumulation_dtype, low_rank_attention
 
 QUERY_CHUNK = 128  # rows of the true attention at a time, where its squares are summed
@@ -97,12 +98,22 @@ def kept_tokens(tokens: Tensor, cells: Tensor, num_prefix: int) -> Tensor:
 
 
 def prediction_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Eq. 9: ``KL(teacher || student)`` of the predictions, averaged over the images."""
-    return functional.kl_div(
-        student.float().log_softmax(-1), teacher.float().log_softmax(-1), reduction="batchmean", log_target=True
-    )
+    """Eq. 9: ``KL(teacher || student)`` of predictions ``[batch, classes, ...]``, averaged over images and places."""
+    ours, theirs = (x.float().log_softmax(1) for x in (student, teacher))
+    total = functional.kl_div(ours, theirs, reduction="sum", log_target=True)
+    return total * student.shape[1] / student.numel()
 
 
 def label_loss(student: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """Eq. 7: cross-entropy with class numbers, or with shares of classes as mixup makes them."""
+    """Eq. 7: cross-entropy with class numbers, or with shares of classes as mixup makes them.
+
+    Class numbers are ``[batch]``, or ``[batch, rows, columns]`` for predictions ``[batch, classes, rows, columns]``,
+    where -100 does not count.
+    """
+    shares = labels.is_floating_point()
+    if not shares and student.shape[:1] + student.shape[2:] != labels.shape:
+        raise ConfigError(
+            f"labels of shape {tuple(labels.shape)} need predictions [batch, classes, ...] of the same places, got "
+            f"{tuple(student.shape)}: say with predict what the model predicts of each, or give a loss of your own"
+        )
     return functional.cross_entropy(student.float(), labels, label_smoothing=smoothing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from sparsifiner.distillation import losses
 from sparsifiner.distillation.data import KEEP, Batch, number_from
 from sparsifiner.distillation.recipe import Recipe
 from sparsifiner.distillation.straight import straight_through
-from sparsifiner.distillation.teacher import Targets, watching
+from sparsifiner.distillation.teacher import Predict, Targets, own_predictions, watching
 from sparsifiner.errors import ConfigError
 from sparsifiner.inspect.flops import layer_tokens
 from sparsifiner.inspect.observe import observing
@@ -182,7 +182,7 @@ class Passed(NamedTuple):
     """What phase 2's forward gives; a tuple, which DistributedDataParallel can look into.
 
     Attributes:
-        logits: ``[batch, classes]``.
+        logits: ``[batch, classes, ...]``.
         tokens: of the last block, prefix and patches, ``[batch, n, D]``.
         cells: the patches' places on the grid, where tokens were dropped.
         presence: ``[batch, n]``, how much each token counts: where tokens were dropped by weight, or where a patch is a
@@ -205,12 +205,12 @@ class Joint(nn.Module):
     A module of its own, because that is what DistributedDataParallel wraps.
     """
 
-    def __init__(self, student: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, student: nn.Module, recipe: Recipe, predict: Predict = own_predictions) -> None:
         super().__init__()
         self.student = student
         self.recipe = recipe
-        self.host = conversion_of(student).host
-        self.last_block = [self.host.last_block(student)]  # in a list: no child twice
+        self.predict = [predict]  # in lists: no child twice, and a head is not the student's to train
+        self.last_block = [conversion_of(student).host.last_block(student)]
 
     def forward(self, images: Tensor) -> Passed:
         """Of a batch of images."""
@@ -235,7 +235,7 @@ class Joint(nn.Module):
         core = straight_through if self.recipe.straight_through else None
         replaced = layers if core else []  # a core that somebody else has set stays
         with observing(watched, observe), watching(self.last_block[0]) as tokens, _with_core(replaced, core):
-            logits = self.host.logits(self.student(images))
+            logits = self.predict[0](self.student, images)
         attention = torch.stack(found).mean() if found else logits.new_zeros(())
         record, last = conversion_of(self.student), tokens[-1]
         call, prefix = record.grid.latest, record.grid.num_prefix
@@ -249,11 +249,19 @@ class Joint(nn.Module):
         return Passed(logits, last, call.cells, presence, attention, ratio)
 
 
-def joint_losses(recipe: Recipe, batch: Batch, targets: Targets, passed: Passed) -> dict[str, Tensor]:
-    """Eq. 12 and its parts; parts without a weight are left out."""
+def joint_losses(
+    recipe: Recipe,
+    batch: Batch,
+    targets: Targets,
+    passed: Passed,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """Eq. 12 and its parts; parts without a weight are left out. ``loss`` is a task's own, for that of the labels."""
     mixed = batch.labels.ndim == 2
     parts: dict[str, tuple[float, Tensor]] = {}
-    if recipe.label_weight:
+    if recipe.label_weight and loss is not None:
+        parts["label"] = recipe.label_weight, loss(passed.logits, batch.labels)
+    elif recipe.label_weight:
         smoothing = 0.0 if mixed else recipe.label_smoothing  # mixup smooths by itself
         parts["label"] = recipe.label_weight, losses.label_loss(passed.logits, batch.labels, smoothing)
     if recipe.token_weight:

@@ -20,7 +20,7 @@ from sparsifiner.distillation.log import Log
 from sparsifiner.distillation.loop import Trainer
 from sparsifiner.distillation.processes import Processes, joined
 from sparsifiner.distillation.recipe import Recipe
-from sparsifiner.distillation.teacher import LiveTeacher, cached
+from sparsifiner.distillation.teacher import LiveTeacher, Predict, cached, own_predictions
 from sparsifiner.errors import CheckpointError, ConfigError
 from sparsifiner.inspect.tuning import time_layers
 from sparsifiner.progress import Bar, Progress
@@ -56,6 +56,8 @@ def distill(
     recipe: Recipe | None = None,
     *,
     teacher: nn.Module | None = None,
+    predict: Callable[[nn.Module, Tensor], Tensor] | None = None,
+    loss: Callable[[Tensor, Tensor], Tensor] | None = None,
     out: str | os.PathLike[str] | None = None,
     resume: str | os.PathLike[str] = "auto",
     evaluate: Callable[[nn.Module], float] | None = None,
@@ -75,13 +77,18 @@ def distill(
 
     Args:
         student: a converted model, trained in place; what a recipe says of keep, residual, tile and the like is set.
-        data: a `TrainingSet` (see `sparsifiner.distillation.data`), or images in memory, alone or with labels.
+        data: a `TrainingSet` (see `sparsifiner.distillation.data`), or images in memory, alone or with labels: a number
+            for each image, or a map ``[count, ..., rows, columns]``.
         recipe: the settings; the paper's if not given.
         teacher: the dense model; the student's own if not given.
+        predict: for a task of your own, from a model (student and teacher alike) and images to what it predicts,
+            ``[batch, classes, ...]``, through a head that is not trained here; the model's own classes if not given.
+        loss: for a task of your own, from predictions and a batch's labels to a number; cross-entropy if not given.
         out: a folder for checkpoints, the log, curves and the result; None to write nothing.
         resume: ``"auto"`` goes on from the newest checkpoint in ``out`` if there is one, ``"never"`` refuses a folder
             that has some, a path goes on from there.
-        evaluate: from the student to its top-1 on data of your own, after every epoch of phase 2; the best is kept.
+        evaluate: from the student to its score (top-1, mIoU) on data of your own, after every epoch of phase 2; the best
+            is kept.
         teacher_cache: where the teacher's outputs are kept, if the recipe says so; in ``out`` if not given. Runs of the
             same teacher on the same images can share it.
         tune: make layers dense in which sparse attention is not faster on this machine, before training them; a run
@@ -97,7 +104,7 @@ def distill(
         TrainingInterrupted: by Ctrl-C or SIGTERM, after a checkpoint was written.
         TrainingError: a loss that is not finite.
     """
-    recipe = recipe or Recipe()
+    recipe, predict = recipe or Recipe(), predict or own_predictions
     conversion_of(student)
     with joined(device) as processes:
         student.to(processes.device)
@@ -124,9 +131,9 @@ def distill(
         targets = None
         if dense is not None:
             dense.to(processes.device)
-            targets = LiveTeacher(dense)
+            targets = LiveTeacher(dense, predict)
             if recipe.cache_teacher:
-                targets = _cached(teacher_cache, folder, dense, training, progress, processes)
+                targets = _cached(teacher_cache, folder, dense, training, progress, processes, predict)
         first = processes.first
         log = Log(folder if first else None, bar if first else None, tensorboard and first, on_log if first else None)
         trainer = Trainer(
@@ -134,6 +141,8 @@ def distill(
             training,
             recipe,
             teacher=targets,
+            predict=predict,
+            loss=loss,
             processes=processes,
             folder=folder,
             workers=workers,
@@ -236,12 +245,12 @@ def randomise(student: nn.Module, seed: int) -> None:
             weight.copy_(drawn / fan**0.5)
 
 
-def _cached(path, folder: Path | None, dense, training, progress, processes: Processes):
+def _cached(path, folder: Path | None, dense, training, progress, processes: Processes, predict: Predict):
     if path is None:
         if folder is None:
             raise ConfigError("cache_teacher needs a file: give teacher_cache or out")
         path = folder / TEACHER
-    return cached(path, dense, training, progress, processes.first, processes.wait)
+    return cached(path, dense, training, progress, processes.first, processes.wait, predict)
 
 
 def _draw(log: Log, path: Path) -> None:

@@ -16,21 +16,29 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from sparsifiner.convert import find_host
+from sparsifiner.convert import find_host, host_of
 from sparsifiner.distillation.data import Batch, TrainingSet
 from sparsifiner.errors import CheckpointError, DataError, reason_of
 from sparsifiner.files import parse_json, replacing
 from sparsifiner.progress import Progress
+
+# From a model, dense or sparse, and images to what it predicts of them.
+Predict = Callable[[nn.Module, Tensor], Tensor]
 
 FILL_BATCH = 32  # fixed, so that the file is the same whatever the training's batch is
 
 
 @dataclasses.dataclass
 class Targets:
-    """Of one batch: logits ``[batch, classes]`` and the last block's tokens ``[batch, n, D]``."""
+    """Of one batch: logits ``[batch, classes, ...]`` and the last block's tokens ``[batch, n, D]``."""
 
     logits: Tensor
     tokens: Tensor
+
+
+def own_predictions(model: nn.Module, images: Tensor) -> Tensor:
+    """The model's own: a class for each image."""
+    return host_of(model).logits(model(images))
 
 
 @contextlib.contextmanager
@@ -47,16 +55,15 @@ def watching(module: nn.Module) -> Iterator[list[Tensor]]:
 class LiveTeacher:
     """The dense model itself, run on every batch."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model.eval().requires_grad_(False)
-        self.host = find_host(model)
-        self.last_block = self.host.last_block(model)
+    def __init__(self, model: nn.Module, predict: Predict = own_predictions) -> None:
+        self.model, self.predict = model.eval().requires_grad_(False), predict
+        self.last_block = find_host(model).last_block(model)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Targets:
         """Runs it."""
         with watching(self.last_block) as tokens:
-            logits = self.host.logits(self.model(batch.images))
+            logits = self.predict(self.model, batch.images)
         return Targets(logits, tokens[-1])
 
 
@@ -98,10 +105,29 @@ class CachedTeacher:
             digest.update(first[0].contiguous().view(-1).view(torch.uint8).numpy())
         return {"digest": digest.hexdigest(), "images": len(data), "mirrored": data.recipe.flip > 0}
 
+    def check(self, model: nn.Module, data: TrainingSet, predict: Predict) -> None:
+        """Compares the first image's predictions: a head that is no part of the model is in no description of it."""
+        first = data.images[0]
+        if not isinstance(first, tuple):
+            return
+        number = torch.zeros(1, dtype=torch.int64)
+        images = first[0][None].to(next(model.parameters()).device)
+        now = LiveTeacher(model, predict)(Batch(images, number, number)).logits.float().cpu()
+        held = self.logits[:1]
+        if now.shape != held.shape or (now - held).norm() > 0.01 * now.norm():  # rounding is far below
+            raise CheckpointError(f"{self.path} is of another teacher (its predictions differ): delete it")
+
     @classmethod
-    def fill(cls, path: Path, model: nn.Module, data: TrainingSet, progress: Progress | None = None) -> None:
+    def fill(
+        cls,
+        path: Path,
+        model: nn.Module,
+        data: TrainingSet,
+        progress: Progress | None = None,
+        predict: Predict = own_predictions,
+    ) -> None:
         """Runs the model over all images and writes the file."""
-        teacher, about = LiveTeacher(model), cls.describe(model, data)
+        teacher, about = LiveTeacher(model, predict), cls.describe(model, data)
         device = next(model.parameters()).device
         advance = progress("teacher", len(data)) if progress else None
         logits = tokens = None
@@ -138,10 +164,14 @@ def cached(
     progress: Progress | None,
     first_process: bool,
     wait: Callable[[], None],
+    predict: Predict = own_predictions,
 ) -> CachedTeacher:
     """The file's teacher; the first process makes the file where there is none."""
     target = Path(path)
     if first_process and not target.exists():
-        CachedTeacher.fill(target, model, data, progress)
+        CachedTeacher.fill(target, model, data, progress, predict)
     wait()
-    return CachedTeacher(target, CachedTeacher.describe(model, data))
+    teacher = CachedTeacher(target, CachedTeacher.describe(model, data))
+    if predict is not own_predictions:
+        teacher.check(model, data, predict)
+    return teacher
