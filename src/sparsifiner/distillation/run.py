@@ -87,8 +87,8 @@ def distill(
         out: a folder for checkpoints, the log, curves and the result; None to write nothing.
         resume: ``"auto"`` goes on from the newest checkpoint in ``out`` if there is one, ``"never"`` refuses a folder
             that has some, a path goes on from there.
-        evaluate: from the student to its score (top-1, mIoU) on data of your own, after every epoch of phase 2; the best
-            is kept.
+        evaluate: from the student to its score (top-1, mIoU) on data of your own, after every epoch of phase 2; the
+            best is kept.
         teacher_cache: where the teacher's outputs are kept, if the recipe says so; in ``out`` if not given. Runs of the
             same teacher on the same images can share it.
         tune: make layers dense in which sparse attention is not faster on this machine, before training them; a run
