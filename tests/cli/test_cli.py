@@ -305,20 +305,35 @@ def test_demo_on_a_real_model(folder, tmp_path):
     assert {row["images"] for row in rows} == {9}
 
 
-def test_demo_on_digits(monkeypatch, tmp_path):
-    from sparsifiner import digits
+@pytest.fixture
+def small_demo(monkeypatch, tmp_path):
+    """Scenes of few patches, hardly trained on."""
+    from sparsifiner import scenes
+    from sparsifiner.cli import demo
 
-    train = digits.train_digits
-    monkeypatch.setattr(digits, "train_digits", lambda *args, **options: train(*args, **(options | {"epochs": 2})))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    text = run("demo", "--keep", "0.5").stdout
-    assert "demo-report.html" in text
+    for module, changes in (
+        (scenes, {"STEPS": 2, "TOKENS": 128, "MIXTURE": (8,)}),
+        (demo, {"CANVASES": {8: 2, 16: 2}, "SIDE": 16, "BATCH": 2, "SECONDS": 0.01}),
+    ):
+        for name, value in changes.items():
+            monkeypatch.setattr(module, name, value)
+
+
+def test_demo_on_scenes(small_demo, tmp_path):
+    text = run("demo", "--images", 2).stdout
+    assert "faster at equal accuracy" in text.splitlines()[0].lower()
+    assert "Every form at 257 tokens" in text
+    for form in ("cells", "paper form", "residual + tile 2x2", "fixed window"):
+        assert form in text
     page = (tmp_path / "demo-report.html").read_text()
-    assert "On 449 images" in page
-    assert page.count("<figure>") == 6
-    assert "residual + tile 2x2" in text
-    assert "paper form, distilled" in text
-    assert "449 images" in text
+    assert "<h2>What is gained</h2>" in page
+    assert page.count("<figure>") == 3
+    found = json.loads(run("demo", "--images", 2, "--json").stdout)  # with the model that was kept
+    assert [gain["tokens"] for gain in found["gains"]] == [65, 257]
+    assert "as fast as dense at 257 tokens" in found["summary"]
+    assert found["forms"][0]["form"] == "dense"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from starlette.testclient import TestClient
 
 import sparsifiner as sp
-from sparsifiner import digits
+from sparsifiner import digits, scenes
 from sparsifiner.cli import main
 from sparsifiner.errors import SparsifinerError
 from sparsifiner.explorer import server, subject
@@ -35,13 +35,15 @@ def cache(tmp_path, monkeypatch):
 def quick(monkeypatch):
     """Training that takes a moment; counts how often it is asked for."""
     calls = []
-    train = digits.train_digits
+    train = scenes.train_scenes
 
-    def short(images, labels, **options):
-        calls.append(len(images))
-        return train(images[:256], labels[:256], **(options | {"epochs": 1}))
+    def short(source, **options):
+        calls.append(len(source[0]))
+        return train(source, **(options | {"steps": 2}))
 
-    monkeypatch.setattr(digits, "train_digits", short)
+    monkeypatch.setattr(scenes, "TOKENS", 128)
+    monkeypatch.setattr(scenes, "MIXTURE", (8,))
+    monkeypatch.setattr(scenes, "train_scenes", short)
     return calls
 
 
@@ -53,15 +55,15 @@ def weights(tmp_path_factory):
     return str(path)
 
 
-def test_nothing_at_all_is_the_digits_kept_for_the_next_time(cache, quick):
+def test_nothing_at_all_is_the_scenes_kept_for_the_next_time(cache, quick):
     first = open_subject([])
-    assert len(first.gallery.samples) == 20
-    assert first.classes == [str(number) for number in range(10)]
+    assert len(first.gallery.samples) == 8
+    assert first.classes == []
     assert "trained on this machine" in first.notes[0]
     (file,) = cache.iterdir()
     second = open_subject([])
     assert len(quick) == 1
-    tensor = second.gallery.find("digit-3-1").tensor
+    tensor = second.gallery.find("scene-3").tensor
     assert torch.equal(first.student(tensor), second.student(tensor))
     file.write_bytes(b"damaged")
     open_subject([])
@@ -69,14 +71,31 @@ def test_nothing_at_all_is_the_digits_kept_for_the_next_time(cache, quick):
     assert sp.load(file) is not None
 
 
-def test_without_a_place_to_keep_it_the_digits_open_all_the_same(cache, quick):
+def test_without_a_place_to_keep_it_the_scenes_open_all_the_same(cache, quick):
     cache.parent.write_text("not a folder")
     found = open_subject([])
-    assert "could not be kept" in found.notes[-1]
+    assert "could not be kept" in found.notes[0]
 
 
-def test_digits_are_explored_and_drawn_ones_too(cache, quick):
+def test_scenes_are_explored(cache, quick):
     found = open_subject([])
+    _, test = digits.load_digits()
+    assert torch.equal(found.gallery.find("scene-2").tensor, scenes.draw(test, 1, 32, seed=2).images)
+    app = create_app(found)
+    with TestClient(app, base_url="http://localhost") as client:
+        assert client.get("/api/about").json()["model"]["tokens"] == 1025
+        assert client.get("/api/run", params={"image": "scene-2"}).json()["predictions"] is None
+        view = client.get("/api/view", params={"image": "scene-2", "layer": 3, "head": 2, "query": 64})
+        assert len(view.json()["maps"]["full"]["patches"]) == 1024
+        assert client.get("/api/images/scene-2").headers["content-type"] == "image/jpeg"
+    app.state.explorer.engine.close()
+
+
+def test_digits_are_explored_and_drawn_ones_too(tmp_path):
+    model = timm.create_model(digits.NAME)
+    sp.save(sp.sparsify(model, sp.suggest_config(model, 0.25)), tmp_path / "digits.safetensors")
+    found = open_subject([str(tmp_path / "digits.safetensors")])
+    assert found.classes == [str(number) for number in range(10)]
     (_, _), (images, labels) = digits.load_digits()
     picture = found.gallery.find("digit-7-2")
     assert torch.equal(picture.tensor[0], images[(labels == 7).nonzero()[1, 0]])

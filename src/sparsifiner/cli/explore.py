@@ -18,7 +18,7 @@ def explore(
             metavar="[CHECKPOINT] [IMAGES]...",
             help=f"{common.CHECKPOINT} Then image files and folders. "
             "With --model, images only, or a checkpoint that holds no more than its predictors. "
-            "Nothing at all for the demo's digits.",
+            "Nothing at all for the demo's scenes.",
         ),
     ] = None,
     model: common.ModelName = None,

@@ -1,4 +1,4 @@
-"""The images the page offers: digits, two photos that come with scikit-learn, and the user's own files."""
+"""The images the page offers: scenes, digits, two photos that come with scikit-learn, and the user's own files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from sparsifiner import digits
+from sparsifiner import digits, scenes
 from sparsifiner.errors import DataError
 from sparsifiner.explorer.pictures import SUFFIXES, Lens, Picture, decode, enlarged
 from sparsifiner.explorer.refusal import Refusal
@@ -20,6 +20,7 @@ from sparsifiner.explorer.refusal import Refusal
 MAX_FILES = 200
 HELD = 48
 DIGITS_OF_A_KIND = 2
+SCENES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +79,29 @@ def digit_samples(lens: Lens) -> list[Sample]:
             pixels = (images[position] * digits.STD + digits.MEAN).clamp(0, 1)
             return lens.framed(images[position], enlarged(to_pil_image(pixels)), key, name)
 
-        return Sample(key, name, load, "scikit-learn's digits, from UCI's Optical Recognition of Handwritten Digits")
+        return Sample(key, name, load, scenes.CREDIT)
 
     places = {digit: (labels == digit).nonzero().flatten().tolist() for digit in range(10)}
     return [sample(digit, n, places[digit][n]) for n in range(DIGITS_OF_A_KIND) for digit in range(10)]
+
+
+def scene_samples(lens: Lens, side: int) -> list[Sample]:
+    """Scenes of so many rows and columns of patches, of digits that the demo's model was not trained on."""
+    _, test = digits.load_digits()
+
+    def sample(number: int) -> Sample:
+        key = f"scene-{number}"
+
+        def load() -> Picture:
+            from torchvision.transforms.functional import to_pil_image
+
+            image = scenes.draw(test, 1, side, seed=number).images[0]
+            pixels = (image * scenes.STD + scenes.MEAN).clamp(0, 1)
+            return lens.framed(image, enlarged(to_pil_image(pixels)), key, f"scene {number}")
+
+        return Sample(key, f"scene {number}", load, scenes.CREDIT)
+
+    return [sample(number) for number in range(1, SCENES + 1)]
 
 
 # As sklearn/datasets/images/README.txt says. It names one author for both; the page of the second is another's.

@@ -9,19 +9,16 @@ from pathlib import Path
 from timm.data.imagenet_info import ImageNetInfo
 from torch import nn
 
-from sparsifiner import __version__, checkpoint, digits
-from sparsifiner.calibration import calibrate
+from sparsifiner import checkpoint, scenes
 from sparsifiner.convert import config_of, conversion_of, sparsify, suggest_config
-from sparsifiner.errors import CheckpointError, ConfigError, SparsifinerError
+from sparsifiner.errors import CheckpointError, ConfigError
 from sparsifiner.explorer.pictures import Lens, lens_of
-from sparsifiner.explorer.samples import Gallery, digit_samples, file_samples, photo_samples
-from sparsifiner.files import cache_folder
+from sparsifiner.explorer.samples import Gallery, digit_samples, file_samples, photo_samples, scene_samples
 from sparsifiner.models import RANDOM, create_host
 from sparsifiner.progress import Progress
 
 # Where nothing else says how sparse.
 KEEP = 0.25
-CALIBRATION_IMAGES = 256
 OPENS_CELLS = (
     "There are no predictors here: a patch opens those cells of the grid whose means say that it pays, and every other "
     "cell stands for its keys."
@@ -69,7 +66,7 @@ def open_subject(
     if model is None and weights is not None:
         raise ConfigError("--weights without --model: say which model they belong to")
     if model is None and not paths:
-        return _digits(progress)
+        return _scenes(progress)
     size = {} if image_size is None else {"img_size": image_size}
     host = None if model is None else create_host(model, weights, **size)
     if paths and _is_checkpoint(paths[0]):
@@ -91,10 +88,14 @@ def _is_checkpoint(path: str) -> bool:
 
 def _subject(student: nn.Module, name: str, paths: Sequence[str], notes: list[str]) -> Subject:
     lens = lens_of(student)
-    samples = digit_samples(lens) if lens.crisp else photo_samples(lens)
-    own, said = file_samples(paths, lens, [sample.key for sample in samples])
     host = conversion_of(student).host
     classes = _classes(host.num_classes(student), "" if lens.crisp else "class ")
+    if host.describe(student)["architecture"] == scenes.NAME:
+        samples = scene_samples(lens, host.grid(student).size[0])
+        classes = []  # it has an answer for each patch, and none for the whole image
+    else:
+        samples = digit_samples(lens) if lens.crisp else photo_samples(lens)
+    own, said = file_samples(paths, lens, [sample.key for sample in samples])
     return Subject(student, name, lens, Gallery([*own, *samples]), classes, notes + said)
 
 
@@ -123,39 +124,13 @@ def _converted(host: nn.Module, name: str, weights: str | None, paths: Sequence[
     return _subject(sparsify(host, suggest_config(host, KEEP)), name, paths, [*notes, OPENS_CELLS, AND_PREDICTORS])
 
 
-def _digits(progress: Progress | None) -> Subject:
-    student, kept = _digits_student(progress)
+def _scenes(progress: Progress | None) -> Subject:
+    host, origin = scenes.trained(progress)
+    student = sparsify(host, scenes.settings(host))
     notes = [
-        "A small ViT of 65 tokens, one for each pixel, trained on this machine on scikit-learn's digits. It has seen "
-        "none of the digits offered here. Start with a checkpoint or --model for photos."
+        "Scenes of handwritten digits, one of them orange. A small ViT of 1,025 tokens says of every patch with ink "
+        "whether its digit is the same as the orange one: choose a patch and see how it finds it. It has seen none of "
+        f"these digits before. {origin} Start with a checkpoint or --model for photos.",
+        OPENS_CELLS,
     ]
-    if not kept:
-        notes.append("It could not be kept for the next time: the cache folder cannot be written.")
-    return _subject(student, "digits demo", (), notes)
-
-
-def _digits_student(progress: Progress | None) -> tuple[nn.Module, bool]:
-    """The demo's model, from the cache if it is there; and whether it is there now."""
-    path = None
-    try:
-        path = cache_folder() / f"digits-{__version__}.safetensors"
-        if path.is_file():
-            return checkpoint.load(path), True
-    except (SparsifinerError, OSError, RuntimeError):
-        pass  # damaged, unreadable or of another make, or there is no home: made anew
-    epochs = 20
-    advance = progress("training a ViT on digits", epochs) if progress else None
-    (images, labels), _ = digits.load_digits()
-    host = digits.train_digits(
-        images, labels, epochs=epochs, on_epoch=lambda epoch, loss: advance(1) if advance else None
-    )
-    student = sparsify(host, suggest_config(host, KEEP, pattern="learned"))
-    calibrate(student, images[:CALIBRATION_IMAGES], progress=progress)
-    try:
-        if path is None:
-            return student, False
-        path.parent.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(student, path)
-    except (SparsifinerError, OSError):
-        return student, False
-    return student, True
+    return _subject(student, "scenes of digits", (), notes)

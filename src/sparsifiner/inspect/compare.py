@@ -16,6 +16,7 @@ from sparsifiner.convert import config_of, dense_mode, host_of, reconfigure, spa
 from sparsifiner.errors import DataError
 from sparsifiner.inspect.flops import count_flops
 from sparsifiner.inspect.journal import Journal
+from sparsifiner.inspect.speed import model_runs, take_turns
 from sparsifiner.inspect.statistics import measure
 from sparsifiner.nn.attention import Core, SparseAttention
 from sparsifiner.ops import reference
@@ -50,6 +51,7 @@ def _exact_top(layer: SparseAttention, q: Tensor, k: Tensor, v: Tensor) -> Tenso
 DENSE = Form("dense", needs_keep=False)
 PAPER = Form("paper form", {"residual": False, "tile": None})
 RESIDUAL = Form("residual", {"residual": True, "tile": None})
+WINDOW = Form("fixed window", {"pattern": "window", "residual": False, "tile": None})
 ORACLE = Form("exact top-B", core=_exact_top, counted=False)
 LOW_RANK = Form("low-rank only", {"pattern": "linformer", "tile": None}, needs_keep=False, counted=False)
 
@@ -95,15 +97,20 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Predictions:
-    """The logits of a run over labelled images, and its median time per image."""
+    """The logits ``[answers, classes]`` of a run over labelled images, and its median time per image.
+
+    There is an answer for each image, or, where labels are of patches ``[images, rows, columns]``, for each patch that
+    has one.
+    """
 
     logits: Tensor
     labels: Tensor
     milliseconds: float
+    images: int
 
     @property
     def top1(self) -> float | None:
-        """Percent of labelled images whose class is right; None without labels."""
+        """Percent of labelled images, or patches, whose class is right; None without labels."""
         labelled = self.labels >= 0
         if not bool(labelled.any()):
             return None
@@ -136,7 +143,10 @@ def predict_all(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], adva
     if not logits:
         raise DataError("no images: the data is empty")
     times.sort()
-    return Predictions(torch.cat(logits), torch.cat(labels), times[len(times) // 2])
+    answers, truth = torch.cat(logits), torch.cat(labels)
+    if truth.ndim > 1:  # of patches
+        answers, truth = answers.movedim(1, -1)[truth >= 0], truth[truth >= 0]
+    return Predictions(answers, truth, times[len(times) // 2], sum(map(len, labels)))
 
 
 @contextlib.contextmanager
@@ -240,6 +250,28 @@ def compare(
     return rows
 
 
+def timed_by_turns(
+    student: nn.Module, images: Tensor, rows: Sequence[Row], forms: Sequence[Form], seconds: float
+) -> list[Row]:
+    """The same rows with times of forms that took turns on a batch: the least of many, per image.
+
+    Args:
+        student: the model whose rows they are.
+        images: the batch.
+        rows: from `compare`, the dense model's first, each of one keep rate.
+        forms: as they were given to `compare`.
+        seconds: for each row.
+    """
+    changes = {form.name: form.changes for form in forms}
+    settings = {
+        f"{row.form} {row.keep}": changes[row.form] | ({} if row.keep is None else {"keep": row.keep})
+        for row in rows[1:]
+    }
+    times = take_turns(model_runs(student, images, settings), seconds)
+    found = zip(rows, ("dense", *settings), strict=True)
+    return [dataclasses.replace(row, milliseconds=times[name].minimum / len(images)) for row, name in found]
+
+
 def evaluate(
     student: nn.Module,
     batches: Iterable[tuple[Tensor, Tensor]],
@@ -263,7 +295,7 @@ def evaluate(
     row = Row(
         form=form.name,
         keep=own,
-        images=len(result.logits),
+        images=result.images,
         top1=result.top1,
         agreement=agreement(result.logits, dense),
         divergence=divergence(result.logits, dense),

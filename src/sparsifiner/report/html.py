@@ -18,10 +18,11 @@ from sparsifiner.config import SparseConfig
 from sparsifiner.convert import config_of, conversion_of, sparse_layers
 from sparsifiner.files import replacing
 from sparsifiner.inspect.compare import Row
+from sparsifiner.inspect.gain import Gain, in_words
 from sparsifiner.inspect.machine import environment
 from sparsifiner.inspect.statistics import LayerStatistics
 from sparsifiner.report.plots import pyplot
-from sparsifiner.report.tables import TITLES, cells
+from sparsifiner.report.tables import GAIN_TITLES, TITLES, cells, gain_cells, gain_note
 
 # Nothing from outside, and no scripts, whatever a name in a checkpoint may hold.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -141,6 +142,8 @@ def write_report(
     *,
     title: str,
     command: str,
+    gains: Sequence[Gain] = (),
+    highlights: Sequence[Picture] = (),
     rows: Sequence[Row] = (),
     statistics: Sequence[LayerStatistics] = (),
     statistics_images: int = 0,
@@ -154,6 +157,8 @@ def write_report(
         student: a converted model.
         title: of the page.
         command: what made it.
+        gains: by number of tokens; they come first.
+        highlights: figures that belong to them.
         rows: forms of the model against dense.
         statistics: by layer.
         statistics_images: how many images these are of.
@@ -163,9 +168,12 @@ def write_report(
     parts = [
         f"<h1>{_text(title)}</h1>",
         f'<p class="soft">sparsifiner {__version__}</p>',
-        "<h2>The model</h2>",
-        _about(student),
     ]
+    if gains:
+        table = _table(GAIN_TITLES, [gain_cells(gain) for gain in gains])
+        parts += ["<h2>What is gained</h2>", f"<p><strong>{_text(in_words(gains))}</strong></p>", table]
+        parts += [f'<p class="soft">{_text(gain_note(gains))}</p>', *(_image(picture) for picture in highlights)]
+    parts += ["<h2>The model</h2>", _about(student)]
     if rows:
         note = (
             f"On {rows[0].images} images. Agreement and KL are to the dense model; attention and model are million "

@@ -96,6 +96,31 @@ def speed_ups(rows: list[dict[str, Any]], path: Path) -> None:
     save(figure, path)
 
 
+def growth(gains: Sequence[Any]) -> Any:
+    """Speed-up over the dense model against the number of tokens: the whole model, its ceiling, attention alone."""
+    figure, axes = pyplot().subplots(figsize=(7, 4.2), dpi=150, layout="constrained")
+    tokens = [gain.tokens for gain in gains]
+    axes.axhline(1, color="black", linewidth=1)
+    axes.plot(tokens, [gain.attention_speed_up for gain in gains], "o-", color=COLOURS[1], label="attention alone")
+    axes.plot(tokens, [gain.ceiling for gain in gains], ":", color=COLOURS[-1], label="if attention took no time")
+    axes.plot(tokens, [gain.speed_up for gain in gains], "o-", color=COLOURS[0], linewidth=2.5, label="whole model")
+    for gain in gains:
+        place = (gain.tokens, gain.speed_up)
+        axes.annotate(f"{gain.speed_up:.2f}x", place, textcoords="offset points", xytext=(0, -14), ha="center")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
+    heights = [height for height in (0.25, 0.5, 1, 2, 3, 5, 8, 12, 20, 30) if height <= 1.3 * axes.get_ylim()[1]]
+    axes.set_yticks(heights, [f"{height:g}x" for height in heights])
+    axes.minorticks_off()
+    axes.margins(x=0.08, y=0.12)
+    axes.set_xlabel("tokens")
+    axes.set_ylabel("times as fast as dense")
+    axes.legend(fontsize=9, frameon=False, loc="upper left")
+    _plain(axes)
+    return figure
+
+
 # What a setting of a sweep can cost or be worth: the axis' title and its unit.
 AXES = {
     "total_macs": ("multiply-adds of the model (G)", 1e9),

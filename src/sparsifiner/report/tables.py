@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sparsifiner.inspect.compare import Row
+from sparsifiner.inspect.gain import Gain
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -53,6 +54,50 @@ def comparison(rows: Sequence[Row]) -> Table:
             table.add_section()
         previous = row.form
         table.add_row(*cells(row))
+    return table
+
+
+GAIN_TITLES = ("tokens", "dense ms", "sparse ms", "faster", "at most", "attention", "dense %", "sparse %", "images")
+
+
+def gain_cells(gain: Gain) -> tuple[str, ...]:
+    """What was gained at one number of tokens, as text."""
+
+    def percent(value: float | None) -> str:
+        return "" if value is None else f"{value:.1f}"
+
+    return (
+        f"{gain.tokens:,}",
+        f"{gain.dense:.2f}",
+        f"{gain.sparse:.2f}",
+        f"{gain.speed_up:.2f}x",
+        f"{gain.ceiling:.2f}x",
+        f"{gain.attention_speed_up:.2f}x",
+        percent(gain.dense_top1),
+        percent(gain.sparse_top1),
+        str(gain.images),
+    )
+
+
+def gain_note(gains: Sequence[Gain]) -> str:
+    """What the columns of such a table mean."""
+    first = gains[0]
+    threads = f"{first.threads} thread" + "s" * (first.threads > 1)
+    return (
+        f"Time per image, whole model, batch {first.batch}, {threads}, least of many runs by turns. At most: if "
+        "attention took no time. Attention: alone. %: right answers."
+    )
+
+
+def growth(gains: Sequence[Gain]) -> Table:
+    """Gains by number of tokens, for the terminal."""
+    from rich.table import Table
+
+    table = Table()
+    for title in GAIN_TITLES:
+        table.add_column(title, justify="right")
+    for gain in gains:
+        table.add_row(*gain_cells(gain))
     return table
 
 
