@@ -33,6 +33,8 @@ FORMS = (
     ("tile, cells 2x2", True, ONE, 3.0),
     ("tile, cells 2x2 and 4x4", True, TWO, 3.0),
     ("tile, cells 2x2 to 8x8", True, THREE, 3.0),
+    ("tile, cells 2x2 to 8x8, breadth 2.5", True, THREE, 2.5),
+    ("tile, cells 1x2 and 2x4", True, ((1, 2), (2, 4)), 3.0),
 )
 SMALL = (("per query, cells 1x2", False, HALF, 3.0), ("tile, cells 1x2", True, HALF, 3.0))  # at 197 tokens
 

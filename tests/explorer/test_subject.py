@@ -231,4 +231,4 @@ def test_what_is_kept_can_be_read_like_any_file(cache, quick):
     open_subject([])
     (file,) = cache.iterdir()
     assert stat.S_ISREG(file.stat().st_mode)
-    assert sp.config_of(sp.load(file)).keep == subject.KEEP
+    assert sp.config_of(sp.load(file)).keep == scenes.KEEP
