@@ -7,8 +7,8 @@
 namespace sparsifiner::SPARSIFINER_ISA {
 namespace {
 
-constexpr int64_t kTileBlock = 6;     // tiles whose mean queries meet the cells together: the rows of a product
-constexpr double kNoSpread = 1e-30;   // a cell of equal keys has nothing to open, and its logarithm must be finite
+constexpr int64_t kTileBlock = kBlockRows;  // tiles whose mean queries meet the cells together: the rows of a product
+constexpr double kNoSpread = 1e-30;         // a cell of equal keys has nothing to open, and its logarithm must be finite
 
 // One head with its cells. Keys and values are rows [tokens + cells, width]: the prefix, the patches cell by cell, so that
 // the keys of a cell lie side by side, and the cells' means.
@@ -178,10 +178,7 @@ inline CellHead cell_head(const OpenCells& f, int64_t b, int64_t h) {
                                                             (value < kNoSpread ? kNoSpread : value)));
     }
     float* means = take<float>(kMeans, x.width * x.padded);
-    for (int64_t c = 0; c < cells.count; ++c)
-        for (int64_t d = 0; d < x.width; ++d) means[d * x.padded + c] = keys[(n + c) * x.width + d];
-    for (int64_t d = 0; d < x.width; ++d)
-        for (int64_t c = cells.count; c < x.padded; ++c) means[d * x.padded + c] = 0;
+    transpose_into_lanes(keys + n * x.width, cells.count, x.width, x.padded, means);
     x.keys = keys, x.values = values, x.gain = gain, x.bias = bias, x.cell_bias = bias + n, x.means = means;
     return x;
 }

@@ -7,8 +7,12 @@ namespace sparsifiner::SPARSIFINER_ISA {
 namespace {
 
 // Rows and vectors of C that one block keeps in registers: 12 accumulators leave room for two loads and a broadcast
-// in the 16 registers of AVX2.
+// in the 16 registers of AVX2; the 32 of AVX-512 take more, and eight rows are half a tile.
+#if defined(__AVX512F__)
+constexpr int kBlockRows = 8;
+#else
 constexpr int kBlockRows = 6;
+#endif
 constexpr int kBlockVecs = 2;
 
 // The right operand: row k is at `data + index[k] * stride`, or `data + k * stride` without an index.
@@ -64,6 +68,8 @@ SPARSIFINER_INLINE void product(int64_t count, int64_t depth, int64_t width, Lef
     for (int i = 0; r + i < count; ++i) rows[i] = left(r + i);
     float* rest = c + r * c_stride;
     switch (count - r) {
+        case 7: if constexpr (kBlockRows > 7) product_rows<7, Indexed>(rows, step, b, depth, rest, c_stride, width, accumulate); break;
+        case 6: if constexpr (kBlockRows > 6) product_rows<6, Indexed>(rows, step, b, depth, rest, c_stride, width, accumulate); break;
         case 5: product_rows<5, Indexed>(rows, step, b, depth, rest, c_stride, width, accumulate); break;
         case 4: product_rows<4, Indexed>(rows, step, b, depth, rest, c_stride, width, accumulate); break;
         case 3: product_rows<3, Indexed>(rows, step, b, depth, rest, c_stride, width, accumulate); break;

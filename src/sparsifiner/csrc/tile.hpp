@@ -10,10 +10,15 @@ namespace {
 constexpr int kTileLanes = 16;       // queries computed together
 constexpr int64_t kValueSlice = 64;  // rows of values that are used by all queries before the next: 16 KiB at d = 64
 
-// Rows [count, width] -> columns [width, lanes], lanes beyond `count` zero.
-SPARSIFINER_INLINE void transpose_into_lanes(const float* rows, int64_t count, int64_t width, int64_t lanes, float* out) {
-    for (int64_t c = 0; c < width; ++c)
-        for (int64_t t = 0; t < lanes; ++t) out[c * lanes + t] = t < count ? rows[t * width + c] : 0.0f;
+// Rows [count, width] -> columns [width, lanes], lanes beyond `count` zero. `width` and `lanes` are whole vectors.
+inline void transpose_into_lanes(const float* rows, int64_t count, int64_t width, int64_t lanes, float* out) {
+    for (int64_t lane = 0; lane < lanes; lane += kLanes)
+        for (int64_t c = 0; c < width; c += kLanes) {
+            Vec block[kLanes];
+            for (int i = 0; i < kLanes; ++i) block[i] = lane + i < count ? load(rows + (lane + i) * width + c) : Vec{};
+            transpose(block);
+            for (int i = 0; i < kLanes; ++i) store(out + (c + i) * lanes + lane, block[i]);
+        }
 }
 
 struct TileScratch {

@@ -116,6 +116,57 @@ SPARSIFINER_INLINE Vec sum_each(const Vec rows[kLanes]) {
 #endif
 }
 
+// Row i of the result is column i of the rows.
+SPARSIFINER_INLINE void transpose(Vec rows[kLanes]) {
+#if defined(__AVX512F__)
+    __m512 pair[16], four[16];
+    for (int i = 0; i < 16; i += 2) {
+        pair[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
+        pair[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int h = 0; h < 2; ++h) {
+            const __m512d a = _mm512_castps_pd(pair[i + h]), b = _mm512_castps_pd(pair[i + h + 2]);
+            four[i + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+            four[i + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        }
+    // Now lane block l of four[4 i + c] is column 4 l + c of rows 4 i to 4 i + 3.
+    for (int c = 0; c < 4; ++c) {
+        const __m512 even_low = _mm512_shuffle_f32x4(four[c], four[c + 4], 0x88);
+        const __m512 odd_low = _mm512_shuffle_f32x4(four[c], four[c + 4], 0xdd);
+        const __m512 even_high = _mm512_shuffle_f32x4(four[c + 8], four[c + 12], 0x88);
+        const __m512 odd_high = _mm512_shuffle_f32x4(four[c + 8], four[c + 12], 0xdd);
+        rows[c] = (Vec)_mm512_shuffle_f32x4(even_low, even_high, 0x88);
+        rows[c + 4] = (Vec)_mm512_shuffle_f32x4(odd_low, odd_high, 0x88);
+        rows[c + 8] = (Vec)_mm512_shuffle_f32x4(even_low, even_high, 0xdd);
+        rows[c + 12] = (Vec)_mm512_shuffle_f32x4(odd_low, odd_high, 0xdd);
+    }
+#elif defined(__AVX2__)
+    __m256 pair[8], four[8];
+    for (int i = 0; i < 8; i += 2) {
+        pair[i] = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
+        pair[i + 1] = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int h = 0; h < 2; ++h) {
+            const __m256d a = _mm256_castps_pd(pair[i + h]), b = _mm256_castps_pd(pair[i + h + 2]);
+            four[i + 2 * h] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b));
+            four[i + 2 * h + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
+        }
+    for (int c = 0; c < 4; ++c) {
+        rows[c] = (Vec)_mm256_permute2f128_ps(four[c], four[c + 4], 0x20);
+        rows[c + 4] = (Vec)_mm256_permute2f128_ps(four[c], four[c + 4], 0x31);
+    }
+#else
+    for (int i = 0; i < kLanes; ++i)
+        for (int j = 0; j < i; ++j) {
+            const float kept = rows[i][j];
+            rows[i][j] = rows[j][i];
+            rows[j][i] = kept;
+        }
+#endif
+}
+
 // e^x for x <= 0 (and NaN, which stays NaN): 2^n e^r with |r| <= ln(2) / 2, Cephes' polynomial, about one unit in the
 // last place. Below the smallest normal result it gives zero.
 SPARSIFINER_INLINE Vec exp_nonpositive(Vec x) {
