@@ -14,14 +14,14 @@ constexpr double kNoSpread = 1e-30;         // a cell of equal keys has nothing 
 // the keys of a cell lie side by side, and the cells' means.
 struct CellHead {
     const float *keys, *values;
-    const float* means;            // [width, padded]: mean keys, transposed
+    const float* means;            // [width, asked]: mean keys, transposed, of the cells from `first_asked` on
     const float* gain;             // [padded]: a product with a mean key and this make a score; -inf without tokens
-    const float* bias;             // [tokens + cells, and up to `padded` cells]: of a row's logit; -inf without tokens
-    const float* cell_bias;        // those of the cells
+    const float* bias;             // [padded]: of the logits of cells; -inf without tokens
     const int32_t* token;          // [tokens]: which token a row is
     const int32_t* start;          // [finest cells + 1]: the rows of a finest cell's keys
     const int32_t *child, *first;  // the children of cell c are child[first[c]] to child[first[c + 1]]
     int64_t width, padded;
+    int64_t first_asked, asked;  // every group meets these cells; of those before, only the children of opened ones
     int filled;  // how many cells, of all levels, hold a token
 };
 
@@ -36,18 +36,30 @@ SPARSIFINER_INLINE void sort_by(const int32_t* key, int64_t count, int64_t keys,
         if (key[i] >= 0) sorted[start[key[i] + 1]++] = begin + (int32_t)i;
 }
 
-// The squared distance of two rows.
-SPARSIFINER_INLINE float away(const float* a, const float* b, int64_t width) {
+// The squared distance of two rows, in the lanes of the result together.
+SPARSIFINER_INLINE Vec away(const float* a, const float* b, int64_t width) {
     Vec sum{};
     for (int64_t c = 0; c < width; c += kLanes) {
         const Vec difference = load(a + c) - load(b + c);
         sum += difference * difference;
     }
-    return sum_lanes(sum);
+    return sum;
 }
 
 SPARSIFINER_INLINE void add_row(const float* row, float factor, int64_t width, float* to) {
     for (int64_t c = 0; c < width; c += kLanes) store(to + c, load(to + c) + factor * load(row + c));
+}
+
+// out[r] = query . row r; whole vectors are written.
+SPARSIFINER_INLINE void row_dots(const float* query, const float* rows, int64_t count, int64_t width, float* out) {
+    for (int64_t r = 0; r < count; r += kLanes) {
+        Vec acc[kLanes] = {};
+        for (int i = 0; i < kLanes; ++i) {
+            const float* row = rows + (r + i < count ? r + i : count - 1) * width;
+            for (int64_t c = 0; c < width; c += kLanes) acc[i] += load(query + c) * load(row + c);
+        }
+        store(out + r, sum_each(acc));
+    }
 }
 
 // How the keys of a cell are weighed in its mean: as the mean query does, so that a cell stands for its keys exactly there.
@@ -56,24 +68,6 @@ struct Shares {
     float* of_cell;  // [cells]: what a cell is of the sum of the one that holds it
     float* sum;      // [cells]: the log of the sum over its keys of e^logit; -inf without tokens
 };
-
-// The mean of the scaled queries of all patches, block by block: a long sum of floats loses digits.
-inline void mean_query(const OpenCells& f, int64_t b, int64_t h, int64_t width, float* row, float* mean) {
-    const Shape& s = f.shape;
-    const int64_t block = 64;
-    float* part = row + width;
-    std::memset(mean, 0, (size_t)width * sizeof(float));
-    for (int64_t t = s.prefix; t < s.tokens; t += block) {
-        const int64_t end = t + block < s.tokens ? t + block : s.tokens;
-        std::memset(part, 0, (size_t)width * sizeof(float));
-        for (int64_t i = t; i < end; ++i) {
-            if (i + kAhead < s.tokens) prefetch_row(f.q, b, h, i + kAhead, s.head_dim);
-            load_row(f.q, b, h, i, s.head_dim, width, f.scale, row);
-            add_row(row, 1, width, part);
-        }
-        add_row(part, 1 / (float)(s.tokens - s.prefix), width, mean);
-    }
-}
 
 // From the logits of the mean query, in `of_row`, to shares and sums of all cells.
 inline void weigh_cells(const OpenCells& f, const CellHead& x, const float* sizes, const Shares& to) {
@@ -105,42 +99,68 @@ inline void weigh_cells(const OpenCells& f, const CellHead& x, const float* size
 }
 
 // Means of all cells behind the rows of the tokens, and the cells' mean squared distances.
-inline void mean_rows(const OpenCells& f, const CellHead& x, const Shares& shares, float* rows, float* distances) {
-    const int64_t n = f.shape.tokens, finest = f.cells.starts[1], width = x.width;
+template <int V>
+void mean_rows(const OpenCells& f, const CellHead& x, const Shares& shares, float* rows, float* distances) {
+    const int64_t n = f.shape.tokens, finest = f.cells.starts[1], width = V ? V * kLanes : x.width;
     for (int64_t c = 0; c < f.cells.count; ++c) {
         float* mean = rows + (n + c) * width;
         std::memset(mean, 0, (size_t)width * sizeof(float));
-        distances[c] = 0;
+        Vec apart{};
+        float inside = 0;
         if (c < finest) {
             for (int32_t r = x.start[c]; r < x.start[c + 1]; ++r) add_row(rows + r * width, shares.of_row[r], width, mean);
             for (int32_t r = x.start[c]; r < x.start[c + 1]; ++r)
-                distances[c] += shares.of_row[r] * away(rows + r * width, mean, width);
+                apart += shares.of_row[r] * away(rows + r * width, mean, width);
         } else {
             for (int32_t i = x.first[c]; i < x.first[c + 1]; ++i)
                 add_row(rows + (n + x.child[i]) * width, shares.of_cell[x.child[i]], width, mean);
-            for (int32_t i = x.first[c]; i < x.first[c + 1]; ++i)
-                distances[c] += shares.of_cell[x.child[i]] *
-                                (distances[x.child[i]] + away(rows + (n + x.child[i]) * width, mean, width));
+            for (int32_t i = x.first[c]; i < x.first[c + 1]; ++i) {
+                const float share = shares.of_cell[x.child[i]];
+                apart += share * away(rows + (n + x.child[i]) * width, mean, width);
+                inside += share * distances[x.child[i]];
+            }
         }
+        distances[c] = inside + sum_lanes(apart);
     }
 }
 
-inline float* pack_by_cell(Slot slot, const Tokens& from, const OpenCells& f, int64_t b, int64_t h, const CellHead& x) {
+// Keys and values to their rows, and the mean of the scaled queries of all patches, in one pass in the tokens' order: the three
+// rows of a token lie near each other in the host's qkv. The mean is summed block by block, for a long sum of floats loses
+// digits. `row` is room for two rows.
+template <int V>
+void pack_by_cell(const OpenCells& f, int64_t b, int64_t h, const CellHead& x, float* keys, float* values, float* mean,
+                  float* row) {
     const Shape& s = f.shape;
-    float* rows = take<float>(slot, (s.tokens + f.cells.count) * x.width);
-    for (int64_t r = 0; r < s.tokens; ++r) {
-        if (r + kAhead < s.tokens) prefetch_row(from, b, h, x.token[r + kAhead], s.head_dim);
-        load_row(from, b, h, x.token[r], s.head_dim, x.width, 1.0f, rows + r * x.width);
+    const int64_t block = 64, width = V ? V * kLanes : x.width, head_dim = V ? width : s.head_dim;
+    int32_t* row_of = take<int32_t>(kTokenRow, s.tokens);
+    for (int64_t r = 0; r < s.tokens; ++r) row_of[x.token[r]] = (int32_t)r;
+    float* part = row + width;
+    std::memset(part, 0, (size_t)width * sizeof(float));
+    std::memset(mean, 0, (size_t)width * sizeof(float));
+    for (int64_t t = 0; t < s.tokens; ++t) {
+        if (t + kAhead < s.tokens) {
+            prefetch_row(f.q, b, h, t + kAhead, head_dim);
+            prefetch_row(f.k, b, h, t + kAhead, head_dim);
+            prefetch_row(f.v, b, h, t + kAhead, head_dim);
+        }
+        load_row(f.k, b, h, t, head_dim, width, 1.0f, keys + row_of[t] * width);
+        load_row(f.v, b, h, t, head_dim, width, 1.0f, values + row_of[t] * width);
+        if (t < s.prefix) continue;
+        load_row(f.q, b, h, t, head_dim, width, f.scale, row);
+        add_row(row, 1, width, part);
+        if ((t - s.prefix) % block != block - 1 && t + 1 < s.tokens) continue;
+        add_row(part, 1 / (float)(s.tokens - s.prefix), width, mean);
+        std::memset(part, 0, (size_t)width * sizeof(float));
     }
-    return rows;
 }
 
-inline CellHead cell_head(const OpenCells& f, int64_t b, int64_t h) {
+template <int V>
+CellHead cell_head(const OpenCells& f, int64_t b, int64_t h) {
     const Shape& s = f.shape;
     const Cells& cells = f.cells;
     const int64_t n = s.tokens, patches = n - s.prefix, finest = cells.starts[1];
     CellHead x{};
-    x.width = round_up(s.head_dim, kLanes);
+    const int64_t width = x.width = V ? V * kLanes : round_up(s.head_dim, kLanes);
     x.padded = round_up(cells.count, 2 * kLanes);
     int32_t* token = take<int32_t>(kRowToken, n);
     int32_t* start = take<int32_t>(kCellStart, finest + 2);
@@ -152,34 +172,40 @@ inline CellHead cell_head(const OpenCells& f, int64_t b, int64_t h) {
 
     // Whole vectors are written behind the last row, and the biases of padding are looked at.
     const int64_t rows = round_up(n, kLanes) + kLanes;
-    float* sizes = take<float>(kCellFacts, 6 * x.padded + rows + n + x.padded + 3 * x.width);
+    float* sizes = take<float>(kCellFacts, 7 * x.padded + rows + 3 * width);
     float *key_distances = sizes + x.padded, *value_distances = sizes + 2 * x.padded, *gain = sizes + 3 * x.padded;
     const Shares shares{sizes + 6 * x.padded, sizes + 4 * x.padded, sizes + 5 * x.padded};
-    float *bias = shares.of_row + rows, *average = bias + n + x.padded;
+    float *bias = shares.of_row + rows, *average = bias + x.padded;
     for (int64_t c = 0; c < cells.count; ++c) {
         sizes[c] = c < finest ? (float)(start[c + 1] - start[c]) : 0;
         for (int32_t i = first[c]; i < first[c + 1]; ++i) sizes[c] += sizes[x.child[i]];
     }
-    float* keys = pack_by_cell(kKeys, f.k, f, b, h, x);
-    float* values = pack_by_cell(kValues, f.v, f, b, h, x);
-    mean_query(f, b, h, x.width, average + x.width, average);
-    for (int64_t r = 0; r < rows; ++r) shares.of_row[r] = r >= s.prefix && r < n ? dot(average, keys + r * x.width, x.width) : 0;
+    float* keys = take<float>(kKeys, (n + cells.count) * width);
+    float* values = take<float>(kValues, (n + cells.count) * width);
+    pack_by_cell<V>(f, b, h, x, keys, values, average, average + width);
+    row_dots(average, keys, n, width, shares.of_row);
+    for (int64_t r = n; r < rows; ++r) shares.of_row[r] = 0;
     weigh_cells(f, x, sizes, shares);
-    mean_rows(f, x, shares, keys, key_distances);
-    mean_rows(f, x, shares, values, value_distances);
-    for (int64_t r = 0; r < n; ++r) bias[r] = 0;
+    mean_rows<V>(f, x, shares, keys, key_distances);
+    mean_rows<V>(f, x, shares, values, value_distances);
+    row_dots(average, keys + n * width, cells.count, width, gain);
     for (int64_t c = 0; c < x.padded; ++c) {
-        gain[c] = bias[n + c] = -__builtin_inff();
+        const float at_mean = gain[c];
+        gain[c] = bias[c] = -__builtin_inff();
         if (c >= cells.count || sizes[c] == 0) continue;
         const double key = key_distances[c], value = value_distances[c];
         ++x.filled;
-        bias[n + c] = shares.sum[c] - dot(average, keys + (n + c) * x.width, x.width);
-        gain[c] = bias[n + c] + (float)(0.5 * __builtin_log((key < kNoSpread ? kNoSpread : key) *
+        bias[c] = shares.sum[c] - at_mean;
+        gain[c] = bias[c] + (float)(0.5 * __builtin_log((key < kNoSpread ? kNoSpread : key) *
                                                             (value < kNoSpread ? kNoSpread : value)));
     }
-    float* means = take<float>(kMeans, x.width * x.padded);
-    transpose_into_lanes(keys + n * x.width, cells.count, x.width, x.padded, means);
-    x.keys = keys, x.values = values, x.gain = gain, x.bias = bias, x.cell_bias = bias + n, x.means = means;
+    // A single query's products with all cells are its logits too, and a tolerance looks at all of the finest.
+    const bool all = cells.levels == 1 || f.tolerance > 0 || (f.groups.size == 1 && !f.lists);
+    x.first_asked = all ? 0 : cells.starts[cells.levels - 1];
+    x.asked = round_up(cells.count - x.first_asked, 2 * kLanes);
+    float* means = take<float>(kMeans, width * x.asked);
+    transpose_into_lanes(keys + (n + x.first_asked) * width, cells.count - x.first_asked, width, x.asked, means);
+    x.keys = keys, x.values = values, x.gain = gain, x.bias = bias, x.means = means;
     return x;
 }
 
@@ -243,8 +269,9 @@ struct Choice {
 };
 
 struct ChoiceScratch {
-    float *scores, *picked;  // [padded]
-    int32_t* candidates;     // [padded + kLanes]
+    float* scores;        // [padded + 2 kLanes], by cell: infinity marks the group's own, which are always opened
+    float* picked;        // [padded + 2 kLanes], by candidate
+    int32_t* candidates;  // [padded + kLanes]
     uint64_t* marks;         // a bit for each finest cell
     float* guesses;          // [levels]
 };
@@ -287,7 +314,7 @@ inline float least_score(const OpenCells& f, const CellHead& x, const float* que
     }
     Vec top = splat(highest), sum{};
     for (int64_t c = 0; c < whole; c += kLanes) {
-        const Vec logit = iota() < (int32_t)(finest - c) ? load(products + c) + load(x.cell_bias + c) : splat(-__builtin_inff());
+        const Vec logit = iota() < (int32_t)(finest - c) ? load(products + c) + load(x.bias + c) : splat(-__builtin_inff());
         store(terms + c, logit);
         top = larger(logit, top);
     }
@@ -299,43 +326,98 @@ inline float least_score(const OpenCells& f, const CellHead& x, const float* que
     return highest + __builtin_logf(total * f.tolerance);
 }
 
-// `query` is the mean of the group's, `products` [padded] its products with the cells' mean keys; `tokens` are its queries.
-inline void open_group(const OpenCells& f, const CellHead& x, const int32_t* of, const float* query, const float* products,
-                       const int32_t* tokens, int64_t count, const ChoiceScratch& s, Choice& to) {
+// What is not a number must not be hidden: its cell is opened. Cells without tokens never are.
+SPARSIFINER_INLINE Vec score_of(Vec product, Vec gain) {
+    const Vec sum = product + gain, infinity = splat(__builtin_inff());
+    return gain == -infinity ? gain : sum == sum ? sum : infinity;
+}
+
+// Sets the scores of the cells in which queries lie, of all levels; returns how many did not have that score before.
+SPARSIFINER_INLINE int mark_own(const OpenCells& f, const int32_t* of, const int32_t* tokens, int64_t count, float mark,
+                                float* scores) {
+    int marked = 0;
+    for (int64_t t = 0; t < count; ++t)
+        for (int32_t c = of[tokens[t] - f.shape.prefix]; c >= 0 && scores[c] != mark; c = f.cells.parent[c]) {
+            scores[c] = mark;
+            ++marked;
+        }
+    return marked;
+}
+
+// The scores of candidates that no group has met yet, one by one.
+template <int V>
+void score_candidates(const OpenCells& f, const CellHead& x, const float* query, int64_t count, const ChoiceScratch& s) {
+    const int64_t width = V ? V * kLanes : x.width;
+    for (int i = 0; i < kLanes; ++i) s.candidates[count + i] = 0;
+    gather_dots<V>(query, width / kLanes, x.keys + f.shape.tokens * width, s.candidates, 0, count, kEverywhere, s.picked);
+    const Vec infinity = splat(__builtin_inff());
+    for (int64_t i = 0; i < count; i += kLanes) {
+        alignas(64) float gain[kLanes], own[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane) {
+            gain[lane] = x.gain[s.candidates[i + lane]];
+            own[lane] = s.scores[s.candidates[i + lane]];
+        }
+        store(s.picked + i, load(own) == infinity ? infinity : score_of(load(s.picked + i), load(gain)));
+    }
+}
+
+// The candidates of a level: all cells of the coarsest, or the children of those opened. Returns how many.
+SPARSIFINER_INLINE int64_t list_candidates(const Cells& cells, const CellHead& x, int64_t level, const Choice& opened,
+                                           int32_t* candidates) {
+    int64_t count = 0;
+    if (level == cells.levels - 1) {
+        for (int32_t c = cells.starts[level]; c < cells.starts[level + 1]; ++c) candidates[count++] = c;
+    } else {
+        for (int64_t i = 0; i < opened.opened_count; ++i)
+            for (int32_t j = x.first[opened.opened[i]]; j < x.first[opened.opened[i] + 1]; ++j) candidates[count++] = x.child[j];
+    }
+    return count;
+}
+
+// Ascending, as memory lies: candidates come by their parents.
+inline void sort_opened(int64_t finest, uint64_t* marks, Choice& to) {
+    const int64_t words = (finest + 63) / 64;
+    for (int64_t w = 0; w < words; ++w) marks[w] = 0;
+    for (int64_t i = 0; i < to.opened_count; ++i) marks[to.opened[i] / 64] |= uint64_t{1} << (to.opened[i] % 64);
+    to.opened_count = 0;
+    for (int64_t w = 0; w < words; ++w)
+        for (uint64_t left = marks[w]; left; left &= left - 1)
+            to.opened[to.opened_count++] = (int32_t)(w * 64 + __builtin_ctzll(left));
+}
+
+// `query` is the mean of the group's, `products` [asked] its products with the mean keys of the cells that are asked;
+// `tokens` are its queries. The scores of other cells are zero before and after.
+template <int V>
+void open_group(const OpenCells& f, const CellHead& x, const int32_t* of, const float* query, const float* products,
+                const int32_t* tokens, int64_t count, const ChoiceScratch& s, Choice& to) {
     const Cells& cells = f.cells;
     const float infinity = __builtin_inff(), least = least_score(f, x, query, products, s.picked);
     Vec highest = splat(-infinity), lowest = splat(infinity);
-    for (int64_t c = 0; c < x.padded; c += kLanes) {
-        const Vec gain = load(x.gain + c), sum = load(products + c) + gain;
-        // What is not a number must not be hidden: its cell is opened. Cells without tokens never are.
-        const Vec score = gain == splat(-infinity) ? gain : sum == sum ? sum : splat(infinity);
+    for (int64_t i = 0; i < x.asked; i += kLanes) {
+        const int64_t c = x.first_asked + i;
+        const Vec inside = iota() < (int32_t)(x.padded - c) ? load(x.gain + c) : splat(-infinity);
+        const Vec score = score_of(load(products + i), inside);
         store(s.scores + c, score);
         highest = larger(score, highest);
         const Vec low = score == splat(-infinity) ? splat(infinity) : score;
         lowest = low < lowest ? low : lowest;
     }
     Bounds whole{-max_lanes(-lowest), next_above(max_lanes(highest)), x.filled, 0};
-    for (int64_t t = 0; t < count; ++t)
-        for (int32_t c = of[tokens[t] - f.shape.prefix]; c >= 0 && s.scores[c] < infinity; c = cells.parent[c]) {
-            s.scores[c] = infinity;
-            ++whole.least;
-        }
+    whole.least = mark_own(f, of, tokens, count, infinity, s.scores);
     to.standing_count = 0;
     for (int64_t level = cells.levels - 1; level >= 0; --level) {
+        const bool asked = cells.starts[level] >= x.first_asked;
         const float* scores = s.scores;
         const int32_t* ids = nullptr;
-        int64_t width = x.padded;
+        int64_t width = x.padded, candidates = 0;
         if (cells.levels > 1) {
-            int64_t candidates = 0;
-            if (level == cells.levels - 1) {
-                for (int32_t c = cells.starts[level]; c < cells.starts[level + 1]; ++c) s.candidates[candidates++] = c;
-            } else {
-                for (int64_t i = 0; i < to.opened_count; ++i)
-                    for (int32_t j = x.first[to.opened[i]]; j < x.first[to.opened[i] + 1]; ++j)
-                        s.candidates[candidates++] = x.child[j];
-            }
+            candidates = list_candidates(cells, x, level, to, s.candidates);
             width = round_up(candidates, 2 * kLanes);
-            for (int64_t i = 0; i < width; ++i) s.picked[i] = i < candidates ? s.scores[s.candidates[i]] : -infinity;
+            if (asked)
+                for (int64_t i = 0; i < candidates; ++i) s.picked[i] = s.scores[s.candidates[i]];
+            else
+                score_candidates<V>(f, x, query, candidates, s);
+            for (int64_t i = candidates; i < width; ++i) s.picked[i] = -infinity;
             scores = s.picked;
             ids = s.candidates;
         }
@@ -346,17 +428,13 @@ inline void open_group(const OpenCells& f, const CellHead& x, const int32_t* of,
         if (least > cut.at) cut = {least, 0};
         to.opened_count = 0;
         split_level(scores, ids, width, cut, to);
-        if (cut.excess) give_back(s.scores, cut, to);
+        if (!cut.excess) continue;
+        for (int64_t i = 0; i < candidates; ++i) s.scores[s.candidates[i]] = s.picked[i];
+        give_back(s.scores, cut, to);
+        for (int64_t i = 0; !asked && i < candidates; ++i) s.scores[s.candidates[i]] = 0;
     }
-    if (cells.levels > 1) {  // candidates came by their parents: ascending again, as memory lies
-        const int64_t words = (cells.starts[1] + 63) / 64;
-        for (int64_t w = 0; w < words; ++w) s.marks[w] = 0;
-        for (int64_t i = 0; i < to.opened_count; ++i) s.marks[to.opened[i] / 64] |= uint64_t{1} << (to.opened[i] % 64);
-        to.opened_count = 0;
-        for (int64_t w = 0; w < words; ++w)
-            for (uint64_t left = s.marks[w]; left; left &= left - 1)
-                to.opened[to.opened_count++] = (int32_t)(w * 64 + __builtin_ctzll(left));
-    }
+    if (x.first_asked > 0) mark_own(f, of, tokens, count, 0, s.scores);
+    if (cells.levels > 1) sort_opened(cells.starts[1], s.marks, to);
     if (!cells.closed) to.standing_count = 0;
 }
 
@@ -382,13 +460,13 @@ SPARSIFINER_INLINE int64_t list_keys(const CellHead& x, int64_t prefix, const Ch
 SPARSIFINER_INLINE void stand(const CellHead& x, const Choice& choice, int64_t levels, bool closed, float* row, float* scratch) {
     const Vec none = splat(-__builtin_inff());
     if (levels == 1 && closed) {
-        for (int64_t c = 0; c < x.padded; c += kLanes) store(row + c, load(row + c) + load(x.cell_bias + c));
+        for (int64_t c = 0; c < x.padded; c += kLanes) store(row + c, load(row + c) + load(x.bias + c));
         for (int64_t i = 0; i < choice.opened_count; ++i) row[choice.opened[i]] = -__builtin_inff();
         return;
     }
     for (int64_t i = 0; i < choice.standing_count; ++i) {
         const int32_t c = choice.standing[i];
-        scratch[i] = row[c] + x.cell_bias[c];
+        scratch[i] = row[c] + x.bias[c];
     }
     for (int64_t c = 0; c < x.padded; c += kLanes) store(row + c, none);
     for (int64_t i = 0; i < choice.standing_count; ++i) row[choice.standing[i]] = scratch[i];
@@ -413,19 +491,21 @@ SPARSIFINER_INLINE float softmax_both(float* a, int64_t a_count, float* b, int64
     return 1 / sum_lanes(sum);
 }
 
-// Attention of queries that share a list of rows, to `out` [members, width].
-inline void attend_tile(const CellHead& x, const float* queries, int64_t members, const int32_t* list, int64_t count,
-                        const TileScratch& s, float* out) {
-    const int64_t lanes = round_up(members, kLanes), width = x.width;
+// Attention of queries that share a list of rows, `keys` of them keys and the others cells, to `out` [members, width].
+template <int V>
+void attend_tile(const CellHead& x, const float* queries, int64_t members, const int32_t* list, int64_t keys, int64_t count,
+                 int64_t tokens, const TileScratch& s, float* out) {
+    const int64_t lanes = round_up(members, kLanes), width = V ? V * kLanes : x.width;
     transpose_into_lanes(queries, members, width, lanes, s.queries);
     product<false>(count, width, lanes, [&](int64_t j) { return x.keys + list[j] * width; }, 1, {s.queries, lanes}, s.weights,
                    lanes, false);
     alignas(64) float share[kTileLanes];
     for (int64_t lane = 0; lane < lanes; lane += kLanes) {
         Vec highest = splat(-__builtin_inff()), sum{};
-        for (int64_t j = 0; j < count; ++j) {
+        for (int64_t j = 0; j < keys; ++j) highest = larger(load(s.weights + j * lanes + lane), highest);
+        for (int64_t j = keys; j < count; ++j) {
             float* at = s.weights + j * lanes + lane;
-            const Vec logit = load(at) + x.bias[list[j]];
+            const Vec logit = load(at) + x.bias[list[j] - tokens];
             store(at, logit);
             highest = larger(logit, highest);
         }
@@ -468,8 +548,9 @@ template <int V>
 Status open_head(const OpenCells& f, int64_t b, int64_t h, int64_t part, int64_t parts) {
     const Shape& s = f.shape;
     const Cells& cells = f.cells;
-    const CellHead x = cell_head(f, b, h);
-    const int64_t n = s.tokens, width = x.width, vectors = width / kLanes;
+    const CellHead x = cell_head<V>(f, b, h);
+    const int64_t n = s.tokens, width = V ? V * kLanes : x.width, vectors = width / kLanes;
+    const int64_t head_dim = V ? width : s.head_dim;
     const int32_t* of = cells.of + b * cells.of_image;
     const int32_t* inverse = inverse_of(f.positions ? f.positions + b * n : nullptr, n, f.known);
     if (part == 0 && !f.lists) attend_prefix<V, false>(f, b, h, x.keys, x.values, width);
@@ -480,12 +561,13 @@ Status open_head(const OpenCells& f, int64_t b, int64_t h, int64_t part, int64_t
     int32_t* tokens = take<int32_t>(kTokens, rows + f.groups.size);
     float* queries = take<float>(kQueries, rows * width);
     float* mean = take<float>(kMean, block * width);
-    float* products = take<float>(kScores, block * x.padded);
+    float* products = take<float>(kScores, block * x.asked);
     float* out = take<float>(kOut, rows * width);
     int32_t* list = take<int32_t>(kList, (shared ? 1 : block) * room);
     float* weights = take<float>(kWeights, shared ? 0 : block * room);
-    float* numbers = take<float>(kCandidates, 3 * x.padded + kLanes);
-    const ChoiceScratch scratch{numbers, numbers + x.padded, reinterpret_cast<int32_t*>(numbers + 2 * x.padded),
+    const int64_t most = x.padded + 2 * kLanes;
+    float* numbers = take<float>(kCandidates, 3 * most);
+    const ChoiceScratch scratch{numbers, numbers + most, reinterpret_cast<int32_t*>(numbers + 2 * most),
                                 take<uint64_t>(kOccupied, cells.starts[1] / 64 + 1), take<float>(kGuesses, cells.levels)};
     Choice choice{take<int32_t>(kOpened, x.padded + 2 * kLanes), take<int32_t>(kStanding, x.padded + 2 * kLanes), 0, 0};
     TileScratch tile{};
@@ -493,6 +575,7 @@ Status open_head(const OpenCells& f, int64_t b, int64_t h, int64_t part, int64_t
         tile = {take<float>(kTileQueries, width * kTileLanes), take<float>(kTileWeights, (room + 1) * kTileLanes), nullptr,
                 nullptr};
     for (int64_t level = 0; level < cells.levels; ++level) scratch.guesses[level] = -__builtin_inff();
+    for (int64_t c = 0; c < x.first_asked; ++c) scratch.scores[c] = 0;
 
     const int64_t first = f.groups.count * part / parts, last = f.groups.count * (part + 1) / parts;
     for (int64_t g = first; g < last; g += block) {
@@ -501,10 +584,10 @@ Status open_head(const OpenCells& f, int64_t b, int64_t h, int64_t part, int64_t
         begin[0] = 0;
         for (int64_t i = 0; i < groups; ++i) begin[i + 1] = begin[i] + present(f.groups, g + i, inverse, tokens + begin[i]);
         const int64_t count = begin[groups];
-        for (int64_t t = 0; t < count; ++t) load_row(f.q, b, h, tokens[t], s.head_dim, width, f.scale, queries + t * width);
+        for (int64_t t = 0; t < count; ++t) load_row(f.q, b, h, tokens[t], head_dim, width, f.scale, queries + t * width);
         for (int64_t i = g + groups; i < g + 2 * groups && i < last; ++i) {  // those of the next block
             const int64_t next = present(f.groups, i, inverse, tokens + count);
-            for (int64_t t = 0; t < next; ++t) prefetch_row(f.q, b, h, tokens[count + t], s.head_dim);
+            for (int64_t t = 0; t < next; ++t) prefetch_row(f.q, b, h, tokens[count + t], head_dim);
         }
         const float* asked = queries;
         if (shared) {
@@ -516,23 +599,25 @@ Status open_head(const OpenCells& f, int64_t b, int64_t h, int64_t part, int64_t
             }
         }
         // Of single queries those that are there are side by side; the mean of no tile is zero and is not looked at.
-        product<false>(shared ? groups : count, width, x.padded, [&](int64_t i) { return asked + i * width; }, 1,
-                       {x.means, x.padded}, products, x.padded, false);
+        product<false>(shared ? groups : count, width, x.asked, [&](int64_t i) { return asked + i * width; }, 1,
+                       {x.means, x.asked}, products, x.asked, false);
         for (int64_t i = 0; i < groups; ++i) {
             const int64_t t = begin[i], members = begin[i + 1] - t;
             if (!members) continue;
-            float* row = products + (shared ? i : t) * x.padded;
-            open_group(f, x, of, asked + (shared ? i : t) * width, row, tokens + t, members, scratch, choice);
+            float* row = products + (shared ? i : t) * x.asked;
+            open_group<V>(f, x, of, asked + (shared ? i : t) * width, row, tokens + t, members, scratch, choice);
             int32_t* own = list + (shared || f.lists ? 0 : t) * room;
-            int64_t length = list_keys(x, s.prefix, choice, own);
+            const int64_t keys = list_keys(x, s.prefix, choice, own);
+            int64_t length = keys;
             if (shared || f.lists)
                 for (int64_t c = 0; c < choice.standing_count; ++c) own[length++] = (int32_t)n + choice.standing[c];
             if (f.lists) {
                 write_numbers(f, x, own, length, (b * s.heads + h) * f.groups.count + g + i);
             } else if (shared) {
+                for (int64_t m = t; m < t + members; ++m) prefetch_row<true>(f.out, b, h, tokens[m], head_dim);
                 for (int64_t m = 0; m < members; m += kTileLanes)
-                    attend_tile(x, queries + (t + m) * width, members - m < kTileLanes ? members - m : kTileLanes, own, length,
-                                tile, out + (t + m) * width);
+                    attend_tile<V>(x, queries + (t + m) * width, members - m < kTileLanes ? members - m : kTileLanes, own,
+                                   keys, length, n, tile, out + (t + m) * width);
             } else {
                 lengths[t] = length;
                 stand(x, choice, cells.levels, cells.closed, row, scratch.scores);
@@ -562,7 +647,7 @@ Status open_head(const OpenCells& f, int64_t b, int64_t h, int64_t part, int64_t
                 for (int64_t c = 0; c < width; c += kLanes)
                     store(out + t * width + c, load(out + t * width + c) * shares[t]);
         }
-        for (int64_t t = 0; t < count; ++t) store_row(f.out, b, h, tokens[t], s.head_dim, out + t * width);
+        for (int64_t t = 0; t < count; ++t) store_row(f.out, b, h, tokens[t], head_dim, out + t * width);
     }
     return kDone;
 }

@@ -10,13 +10,20 @@ namespace {
 
 constexpr int64_t kQueryBlock = 24;  // queries whose coefficients are computed together
 
-// How many parts a head's groups are cut into: one, unless the heads do not keep the threads busy. Every part packs
-// the head's keys anew, so parts are few.
+constexpr float kPacking = 0.15f;  // about what a head costs before its first query, as a share of its time
+
+// How many parts a head's groups are cut into: one, unless the heads do not keep the threads busy. Every part packs the
+// head's keys anew, so parts are as few as make the longest thread's work short.
 inline int64_t parts_of(const Shape& shape, int threads, int64_t groups) {
-    const int64_t heads = shape.batch * shape.heads;
-    if (heads % threads == 0 || heads >= 4 * threads) return 1;
-    const int64_t wanted = (4 * threads + heads - 1) / heads;
-    return wanted < groups ? wanted : groups;
+    const int64_t heads = shape.batch * shape.heads, most = heads >= 4 * threads ? 1 : 4 * threads;
+    int64_t best = 1;
+    float least = __FLT_MAX__;
+    for (int64_t parts = 1; parts <= most && parts <= groups; ++parts) {
+        const int64_t turns = (heads * parts + threads - 1) / threads;
+        const float time = (float)turns * (kPacking + (1 - kPacking) / (float)parts);
+        if (time < least) least = time, best = parts;
+    }
+    return best;
 }
 
 // Runs work(sample, head, part) for every part of every head of every sample. Exceptions stay in the parallel region.

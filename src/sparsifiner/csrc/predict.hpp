@@ -17,7 +17,7 @@ enum Slot {
     kTileCoefficients, kTileEstimates, kGradRows, kKeysGrad, kValuesGrad, kPicked, kEvery, kWeightGrad,
     kGrad, kQueryGrad, kCoefficientsGrad, kScoreKeys, kGuesses, kNarrowKeys,
     kNarrowValues, kConnectionKey, kConnectionWeight, kConnectionSlope, kKeyStart, kConnectionQuery, kWeightByKey,
-    kSlopeByKey, kCellStart, kCellChild, kRowToken, kMeans, kCellFacts, kCandidates, kOpened, kStanding, kMarks, kSlotsNamed,
+    kSlopeByKey, kCellStart, kCellChild, kRowToken, kTokenRow, kMeans, kCellFacts, kCandidates, kOpened, kStanding, kMarks, kSlotsNamed,
 };
 static_assert(kSlotsNamed <= kSlots);
 
@@ -52,10 +52,11 @@ SPARSIFINER_INLINE void store_row(const Tokens& x, int64_t b, int64_t h, int64_t
 }
 
 // Rows of a host's qkv lie kilobytes apart, where the hardware does not look ahead.
+template <bool Write = false>
 SPARSIFINER_INLINE void prefetch_row(const Tokens& x, int64_t b, int64_t h, int64_t token, int64_t head_dim) {
     const int64_t size = x.bf16 ? 2 : 4;
     const char* row = static_cast<const char*>(x.data) + (b * x.batch + h * x.head + token * x.token) * size;
-    for (int64_t byte = 0; byte < head_dim * size; byte += 64) __builtin_prefetch(row + byte);
+    for (int64_t byte = 0; byte < head_dim * size; byte += 64) __builtin_prefetch(row + byte, Write);
 }
 
 // Rows that lie apart in the host's qkv, side by side: a row of another head is then not in the way in the cache.
