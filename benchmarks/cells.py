@@ -69,18 +69,22 @@ def evaluation_photos(
 
 
 def forms() -> list[compare.Form]:
-    """Either form, per query and in tiles; cells of one to three levels."""
+    """Either form, per query and in tiles; cells of one to three levels, and with a tolerance."""
     found = []
     for tile in TILES:
         where = "per query" if tile is None else f"tile {tile[0]}x{tile[1]}"
-        levels: list[tuple[tuple[int, int], ...]] = [((1, 2),), ((2, 2),)]
+        levels: list[tuple[tuple[tuple[int, int], ...], float]] = [(((1, 2),), 3.0), (((2, 2),), 3.0)]
         if tile == (4, 4):
-            levels += [((2, 2), (4, 4)), ((2, 2), (4, 4), (8, 8))]
-        for cells in levels:
+            levels += [(((2, 2), (4, 4)), 3.0), (((2, 2), (4, 4), (8, 8)), 3.0), (((2, 2), (4, 4), (8, 8)), 2.5)]
+            levels += [(((1, 2), (2, 4), (4, 8)), 2.0)]
+        for cells, breadth in levels:
             sizes = " and ".join(f"{rows}x{columns}" for rows, columns in cells)
-            settings = {"pattern": "cells", "tile": tile, "cells": cells, "tolerance": 0.0}
-            found.append(compare.Form(f"cells {sizes}, {where}", settings))
+            name = f"cells {sizes}, {where}{'' if breadth == 3 else f', breadth {breadth:g}'}"
+            settings = {"pattern": "cells", "tile": tile, "cells": cells, "breadth": breadth, "tolerance": 0.0}
+            found.append(compare.Form(name, settings))
         found.append(compare.Form(f"predictor, {where}", {"pattern": "learned", "tile": tile}))
+    settings = {"pattern": "cells", "tile": None, "cells": ((2, 2),), "tolerance": 0.1}
+    found.append(compare.Form("tolerance 0.1, cells 2x2, per query", settings))
     return found
 
 

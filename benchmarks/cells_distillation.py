@@ -1,10 +1,12 @@
 """Distillation of a model that opens cells, at 512 pixels: what it adds to no training at all.
 
-DeiT-Tiny, 300 calibration photos of imagenet-hires.tar (and their mirror images), its dense self as the teacher, no
-labels; measured before and after on the 400 evaluation photos. Writes results/cells-distillation.csv.
+DeiT-Tiny, 300 calibration photos of imagenet-hires.tar (and their mirror images), with --more also photos of
+imagenet-distill.tar, enlarged; its dense self as the teacher, no labels; measured before and after on the 400
+evaluation photos. Writes results/cells-distillation.csv.
 
     python benchmarks/cells_distillation.py --epochs 3
     python benchmarks/cells_distillation.py --epochs 10 --tile 4x4 --cells 2x2,4x4
+    python benchmarks/cells_distillation.py --epochs 1 --more 900 --tile 4x4 --cells 1x2 --learning-rate 5e-5
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import sparsifiner as sp
 from cells import NAME, photos
 from common import RESULTS, assets, environment, read_csv, write_csv
 from sparsifiner.config import parse_cells, parse_tile
+from sparsifiner.data.images import open_images, preprocessing
 from sparsifiner.inspect import compare
 from sparsifiner.models import create_host
 
@@ -34,6 +37,7 @@ def main() -> None:
     parser.add_argument("--cells", default="2x2")
     parser.add_argument("--learning-rate", type=float, default=2e-5)
     parser.add_argument("--images", type=int, default=300, help="to train on")
+    parser.add_argument("--more", type=int, default=0, help="photos of imagenet-distill.tar to train on, beside those")
     parser.add_argument("--out", default=None, help="a folder for checkpoints, from which a run goes on")
     arguments = parser.parse_args()
     host = create_host(NAME, str(assets() / f"{NAME}.safetensors"), img_size=PIXELS)
@@ -48,11 +52,15 @@ def main() -> None:
         erase=0.0, log_every=10, clip=1.0,
     )  # fmt: skip
     images = torch.cat([x for x, _ in photos("calibrate", PIXELS, arguments.images, data)])
+    if arguments.more:
+        read = open_images(assets() / "imagenet-distill.tar", preprocessing(host), limit=arguments.more)
+        images = torch.cat([images, *(x for x, _ in read)])
     start = time.perf_counter()
     sp.distill(student, images, recipe, out=arguments.out, on_log=lambda line: print(line, flush=True))
     seconds = time.perf_counter() - start
     about = {"form": f"cells {arguments.cells}, tile {arguments.tile}", "keep": arguments.keep}
     about |= {"tolerance": arguments.tolerance, "epochs": arguments.epochs, "train_images": len(images)}
+    about |= {"learning_rate": arguments.learning_rate}
     # Dense is the model before training: what the student is to agree with.
     plain = sp.sparsify(host, config)
     evaluation = compare.Evaluation(plain, photos("eval", PIXELS, 400, data))

@@ -57,26 +57,34 @@ def test_suggested_landmarks_fit_the_grid(size, landmarks):
 
 
 @pytest.mark.parametrize(
-    ("size", "tile", "cells"),
+    ("size", "keep", "tile", "cells", "breadth"),
     [
-        ((12, 12), None, ((1, 2),)),
-        ((14, 14), (4, 4), ((1, 2),)),
-        ((19, 21), (4, 4), ((1, 2),)),  # 399 patches
-        ((20, 20), (4, 4), ((2, 2), (4, 4))),
-        ((55, 55), (4, 4), ((2, 2), (4, 4), (8, 8))),
-        ((3, 134), (4, 4), ((2, 2),)),  # whose coarser cells would be higher than the grid
-        ((6, 500), (4, 4), ((2, 2), (4, 4))),
-        ((1, 9), None, ((1, 2),)),
+        ((12, 12), 0.5, None, ((1, 2),), 3),
+        ((14, 14), 0.5, (4, 4), ((1, 2),), 3),
+        ((19, 21), 0.5, (4, 4), ((1, 2),), 3),  # 399 patches
+        ((20, 20), 0.1, (4, 4), ((2, 2), (4, 4), (8, 8)), 2.5),
+        ((55, 55), 0.25, (4, 4), ((2, 2), (4, 4), (8, 8)), 2.5),
+        ((55, 55), 0.15, (4, 4), ((1, 2), (2, 4), (4, 8)), 2),
+        ((55, 55), [0.1], (4, 4), ((1, 2), (2, 4), (4, 8)), 2),
+        ((3, 134), 0.5, (4, 4), ((2, 2),), 2.5),  # whose coarser cells would be higher than the grid
+        ((6, 500), 0.5, (4, 4), ((2, 2), (4, 4)), 2.5),
+        ((1, 9), 0.5, None, ((1, 2),), 3),
     ],
 )
-def test_cells_are_suggested_by_the_number_of_patches(size, tile, cells):
+def test_cells_are_suggested_by_the_number_of_patches(size, keep, tile, cells, breadth):
     from timm.models.vision_transformer import VisionTransformer
 
     model = VisionTransformer(img_size=(2 * size[0], 2 * size[1]), patch_size=2, embed_dim=4, depth=1, num_heads=1)
-    config = sp.suggest_config(model, 0.5)
-    assert config == sp.SparseConfig(0.5, pattern="cells", tile=tile, cells=cells)
+    config = sp.suggest_config(model, keep)
+    assert config == sp.SparseConfig(keep, pattern="cells", tile=tile, cells=cells, breadth=breadth)
     student = sp.sparsify(model, config)
-    assert sp.suggest_config(student, 0.5) == config
+    assert sp.suggest_config(student, keep) == config
+
+
+@pytest.mark.parametrize("keep", [0, 1.5, float("nan"), "half", [], [0.1, "half"]])
+def test_a_bad_keep_is_an_error_of_suggestions_too(vit, keep):
+    with pytest.raises(ConfigError, match="keep"):
+        sp.suggest_config(vit, keep)
 
 
 def test_what_is_suggested_runs_without_calibration(vit, photos):

@@ -271,7 +271,8 @@ def pictures(work: Work) -> None:
     student = students[form, training][1]
     if sp.config_of(student).asks_predictor and training == "none":
         calibrate(work, student, form)
-    titles = ("image", "truth", "dense", f"{form}{', distilled' if training == 'distilled' else ''}", "differences")
+    sparse_title = f"{form}{', distilled' if training == 'distilled' else ''}"
+    titles = ("image", "truth", "dense", sparse_title, "differences")[2 if o.without_data else 0 :]
     width, height = PICTURE
     canvas = Image.new("RGB", (len(titles) * width, 16 + len(scenes) * height), "white")
     pen = ImageDraw.Draw(canvas)
@@ -282,9 +283,12 @@ def pictures(work: Work) -> None:
         photo, labels = scenes.picture(row), read(scenes, row)[1]
         dense, sparse = maps[0][row].long(), maps[1][row].long()
         changed = Image.fromarray(((dense != sparse) & (labels != IGNORED)).byte().mul(255).numpy())
-        differences = Image.composite(Image.new("RGB", photo.size, "red"), photo.convert("L").convert("RGB"), changed)
-        for column, picture in enumerate((photo, paint(labels), paint(dense), paint(sparse), differences)):
-            how = Image.Resampling.NEAREST if 0 < column < 4 else Image.Resampling.BICUBIC
+        under = Image.new("L", photo.size, 235) if o.without_data else photo.convert("L")
+        differences = Image.composite(Image.new("RGB", photo.size, "red"), under.convert("RGB"), changed)
+        shown = {"image": photo, "truth": paint(labels), "dense": paint(dense), sparse_title: paint(sparse)}
+        for column, title in enumerate(titles):
+            picture = shown.get(title, differences)
+            how = Image.Resampling.BICUBIC if title in ("image", "differences") else Image.Resampling.NEAREST
             canvas.paste(picture.resize(PICTURE, how), (column * width, 16 + row * height))
     path = Path(o.picture or work.folder / "pictures.webp")
     with replacing(path) as temporary:
@@ -357,6 +361,7 @@ def make_parser() -> argparse.ArgumentParser:
     command = add("pictures", pictures, "image, truth, dense, sparse, differences", sparse)
     command.add_argument("--forms", default="cells", help="one")
     command.add_argument("--picture", default=None, help="file, in --out if not given")
+    command.add_argument("--without-data", action="store_true", help="no image and no truth: predictions alone")
     return parser
 
 

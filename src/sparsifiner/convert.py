@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -54,20 +55,21 @@ def host_of(model: nn.Module) -> Host:
 
 
 class Front(NamedTuple):
-    """How cells are opened from so many patches on."""
+    """How cells are opened from so many patches on, where at most so much is kept."""
 
     patches: int
     tile: tuple[int, int] | None
     cells: tuple[tuple[int, int], ...]
     breadth: float
+    most: float = 1.0
 
 
-# What measured best by the number of patches, see docs/cells.md; the last row that the grid reaches counts.
+# What measured best by the number of patches, see docs/cells.md; the last row that fits counts.
 FRONTS = (
     Front(patches=0, tile=None, cells=((1, 2),), breadth=3.0),
     Front(patches=150, tile=(4, 4), cells=((1, 2),), breadth=3.0),
-    Front(patches=400, tile=(4, 4), cells=((2, 2), (4, 4)), breadth=3.0),
-    Front(patches=3000, tile=(4, 4), cells=((2, 2), (4, 4), (8, 8)), breadth=3.0),
+    Front(patches=400, tile=(4, 4), cells=((2, 2), (4, 4), (8, 8)), breadth=2.5),
+    Front(patches=1100, most=0.15, tile=(4, 4), cells=((1, 2), (2, 4), (4, 8)), breadth=2.0),
 )
 
 
@@ -75,10 +77,10 @@ def suggest_config(model: nn.Module, keep: float | Sequence[float], **changes: A
     """Settings that measured well without training, for the grid of this model.
 
     They open cells (``pattern="cells"``), which needs no calibration, with levels and tiles by the number of patches
-    (`FRONTS`). With ``pattern="learned"``, or a fixed pattern, they are the predictor's. `SparseConfig` has the paper's
-    own defaults; these differ: at most 64 landmarks, one for each square cell of the grid (49 on 14 x 14 patches), a
-    ``tau`` of their mean coefficient, and a ``basis_threshold`` that is the same share of a key's mean attention at
-    every number of tokens. See docs/cells.md and docs/calibration.md.
+    and by how much is kept (`FRONTS`). With ``pattern="learned"``, or a fixed pattern, they are the predictor's.
+    `SparseConfig` has the paper's own defaults; these differ: at most 64 landmarks, one for each square cell of the
+    grid (49 on 14 x 14 patches), a ``tau`` of their mean coefficient, and a ``basis_threshold`` that is the same share
+    of a key's mean attention at every number of tokens. See docs/cells.md and docs/calibration.md.
 
     Args:
         model: the dense model that will be converted, or a converted one.
@@ -91,7 +93,7 @@ def suggest_config(model: nn.Module, keep: float | Sequence[float], **changes: A
         of_predictors = [name for name in ("n_down", "tau", "basis_threshold") if name in changes]
         if of_predictors and "pattern" not in changes:
             raise ConfigError(f"{of_predictors[0]} is of predictors, and cells ask none: say pattern='learned' too")
-        return SparseConfig(keep, **(_front(grid.size) | changes))
+        return SparseConfig(keep, **(_front(grid.size, keep) | changes))
     rows, columns = grid.size
     side = next(side for side in itertools.count(2) if -(-rows // side) * -(-columns // side) <= 64)
     landmarks = changes.get("n_down", -(-rows // side) * -(-columns // side))
@@ -99,10 +101,12 @@ def suggest_config(model: nn.Module, keep: float | Sequence[float], **changes: A
     return SparseConfig(keep, **(settings | changes))
 
 
-def _front(size: tuple[int, int]) -> dict[str, Any]:
+def _front(size: tuple[int, int], keep: float | Sequence[float]) -> dict[str, Any]:
     """The row of `FRONTS` for a grid, without levels whose cells are larger than it."""
     rows, columns = size
-    row = next(row for row in reversed(FRONTS) if rows * columns >= row.patches)
+    kept = SparseConfig(keep).keep  # or an error that says what is wrong with it
+    mean = statistics.fmean(kept) if isinstance(kept, Sequence) else kept
+    row = next(row for row in reversed(FRONTS) if rows * columns >= row.patches and mean <= row.most)
     fitting = tuple(cell for cell in row.cells if cell[0] <= rows and cell[1] <= columns)
     smallest = (min(rows, row.cells[0][0]), min(columns, row.cells[0][1]))
     return {"pattern": "cells", "tile": row.tile, "cells": fitting or (smallest,), "breadth": row.breadth}

@@ -344,7 +344,7 @@ SPARSIFINER_INLINE int mark_own(const OpenCells& f, const int32_t* of, const int
     return marked;
 }
 
-// The scores of candidates that no group has met yet, one by one.
+// The scores of candidates whose cells are not asked at once: a product with each mean key where it lies.
 template <int V>
 void score_candidates(const OpenCells& f, const CellHead& x, const float* query, int64_t count, const ChoiceScratch& s) {
     const int64_t width = V ? V * kLanes : x.width;
@@ -395,8 +395,8 @@ void open_group(const OpenCells& f, const CellHead& x, const int32_t* of, const 
     Vec highest = splat(-infinity), lowest = splat(infinity);
     for (int64_t i = 0; i < x.asked; i += kLanes) {
         const int64_t c = x.first_asked + i;
-        const Vec inside = iota() < (int32_t)(x.padded - c) ? load(x.gain + c) : splat(-infinity);
-        const Vec score = score_of(load(products + i), inside);
+        const Vec gain = iota() < (int32_t)(x.padded - c) ? load(x.gain + c) : splat(-infinity);  // both are padded
+        const Vec score = score_of(load(products + i), gain);
         store(s.scores + c, score);
         highest = larger(score, highest);
         const Vec low = score == splat(-infinity) ? splat(infinity) : score;
@@ -678,7 +678,9 @@ Status open_cells(const OpenCells& f) {
     if (!consistent(f)) return kBadCells;
     const int64_t parts = parts_of(f.shape, f.threads, f.groups.count);
     return for_heads(f.shape, f.threads, parts, [&](int64_t b, int64_t h, int64_t part) {
-        return f.shape.head_dim == 64 ? open_head<64 / kLanes>(f, b, h, part, parts) : open_head<0>(f, b, h, part, parts);
+        if (f.shape.head_dim == 64) return open_head<64 / kLanes>(f, b, h, part, parts);
+        if (f.shape.head_dim == 32) return open_head<32 / kLanes>(f, b, h, part, parts);
+        return open_head<0>(f, b, h, part, parts);
     });
 }
 
