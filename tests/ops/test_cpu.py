@@ -596,8 +596,8 @@ def test_what_the_kernels_cannot_take(tensor, landmarks, reason):
 
 
 def test_an_install_without_a_compiler_says_what_it_lacks(monkeypatch):
-    monkeypatch.setattr(cpu, "_native", None)
-    monkeypatch.setattr(cpu, "_missing", "no module named _native")
+    monkeypatch.setattr(cpu.library, "_native", None)
+    monkeypatch.setattr(cpu.library, "_missing", "no module named _native")
     assert "reinstall with a C++17 compiler" in cpu.can_run(torch.empty(1, 1, 2, 8))
     assert dispatch.resolve("auto", torch.empty(1, 1, 2, 8)) is eager
     with pytest.raises(BackendError, match="not installed"):

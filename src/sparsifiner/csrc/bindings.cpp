@@ -1,5 +1,5 @@
 // The native module. Tensors come as raw pointers and strides: whoever calls has checked types, devices and bounds
-// (ops/cpu.py does), which costs a fifth of passing arrays.
+// (ops/cpu does), which costs a fifth of passing arrays.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
