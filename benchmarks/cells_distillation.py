@@ -6,7 +6,7 @@ evaluation photos. Writes results/cells-distillation.csv.
 
     python benchmarks/cells_distillation.py --epochs 3
     python benchmarks/cells_distillation.py --epochs 10 --tile 4x4 --cells 2x2,4x4
-    python benchmarks/cells_distillation.py --epochs 1 --more 900 --tile 4x4 --cells 1x2 --learning-rate 5e-5
+    python benchmarks/cells_distillation.py --epochs 1 --more 900 --tile 4x4 --cells 1x2
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--tolerance", type=float, default=0.0)
     parser.add_argument("--tile", default="none")
     parser.add_argument("--cells", default="2x2")
-    parser.add_argument("--learning-rate", type=float, default=2e-5)
+    parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--images", type=int, default=300, help="to train on")
     parser.add_argument("--more", type=int, default=0, help="photos of imagenet-distill.tar to train on, beside those")
     parser.add_argument("--out", default=None, help="a folder for checkpoints, from which a run goes on")
