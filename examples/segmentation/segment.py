@@ -54,6 +54,8 @@ from sparsifiner.models import create_host
 # What is compared: settings in the place of those that suggest_config has for the grid.
 FORMS: dict[str, dict[str, Any]] = {
     "cells": {},
+    "finer cells": {"cells": ((1, 2), (2, 4), (4, 8)), "breadth": 2.5},
+    "finest cells": {"cells": ((1, 2), (2, 4)), "breadth": 3.0},
     "cells per query": {"tile": None, "cells": ((2, 2),)},
     "predictors": {"pattern": "learned", "tile": (4, 4)},
     "predictors per query": {"pattern": "learned"},
