@@ -131,11 +131,20 @@ def train(work: Work) -> None:
     print(f"{path}: {len(scenes)} scenes, features {middle - start:.0f} s, head {time.perf_counter() - middle:.0f} s")
 
 
+def config_of_form(work: Work, form: str) -> SparseConfig:
+    """Settings of a form, without levels whose cells are larger than the grid."""
+    rows, columns = work.backbone.patch_embed.grid_size
+    changes = dict(FORMS[form])
+    if "cells" in changes:
+        changes["cells"] = tuple(cell for cell in changes["cells"] if cell[0] <= rows and cell[1] <= columns)
+    return sp.suggest_config(work.backbone, work.options.keep, **changes)
+
+
 def make_students(work: Work, wanted: Iterable[str]) -> dict[tuple[str, str], tuple[SparseConfig, nn.Module]]:
     """Sparse models by form and training; the distilled ones that are there."""
     found: dict[tuple[str, str], tuple[SparseConfig, nn.Module]] = {}
     for form in wanted:
-        config = sp.suggest_config(work.backbone, work.options.keep, **FORMS[form])
+        config = config_of_form(work, form)
         student = sp.sparsify(work.backbone, config)
         # The same weights in memory, not copies: where they lie changes times by up to a tenth.
         student.load_state_dict(work.backbone.state_dict(), strict=False, assign=True)
@@ -244,7 +253,7 @@ def distil(work: Work) -> None:
     o = work.options
     head = work.head()
     for form in o.forms:
-        config = sp.suggest_config(work.backbone, o.keep, **FORMS[form])
+        config = config_of_form(work, form)
         recipe = sp.Recipe.read("large-predictors" if config.asks_predictor else "large-cells").replace(
             keep=o.keep, phase2_epochs=o.epochs, label_weight=o.label_weight, calibration_images=CALIBRATION_SCENES
         )
