@@ -235,6 +235,18 @@ def test_ties_go_to_the_lower_cell(backend):
         assert opened_cells == {fine, *[c for c in there if c != fine][:2]}
 
 
+@pytest.mark.parametrize("tile", [None, (2, 2), (4, 4)])
+@pytest.mark.parametrize("levels", [ONE, TWO, THREE])
+@pytest.mark.parametrize("budget", [16, 20, 26])
+def test_ties_of_one_group_leave_nothing_to_the_next(levels, tile, budget):
+    """An image of two colours: cells tie on every level, and those that score higher come last."""
+    q, k, v = (torch.ones(1, 1, 145, 4) for _ in range(3))
+    k[:, :, 1 + 8 * 12 :] = 2
+    how = opening((12, 12), budget, cells=levels, tile=tile)
+    expected = cells.connect(q, k, v, how, backend="eager").lists.indices
+    assert torch.equal(cells.connect(q, k, v, how, backend="cpu").lists.indices, expected)
+
+
 @pytest.mark.parametrize("tile", [None, (4, 4)])
 @pytest.mark.parametrize("levels", [ONE, TWO])
 def test_what_is_not_a_number_shows(levels, tile):

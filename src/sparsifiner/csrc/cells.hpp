@@ -332,16 +332,21 @@ SPARSIFINER_INLINE Vec score_of(Vec product, Vec gain) {
     return gain == -infinity ? gain : sum == sum ? sum : infinity;
 }
 
-// Sets the scores of the cells in which queries lie, of all levels; returns how many did not have that score before.
-SPARSIFINER_INLINE int mark_own(const OpenCells& f, const int32_t* of, const int32_t* tokens, int64_t count, float mark,
-                                float* scores) {
+// Gives the cells in which queries lie, of all levels, a score of infinity; returns how many did not have it before.
+SPARSIFINER_INLINE int mark_own(const OpenCells& f, const int32_t* of, const int32_t* tokens, int64_t count, float* scores) {
     int marked = 0;
     for (int64_t t = 0; t < count; ++t)
-        for (int32_t c = of[tokens[t] - f.shape.prefix]; c >= 0 && scores[c] != mark; c = f.cells.parent[c]) {
-            scores[c] = mark;
+        for (int32_t c = of[tokens[t] - f.shape.prefix]; c >= 0 && scores[c] < __builtin_inff(); c = f.cells.parent[c]) {
+            scores[c] = __builtin_inff();
             ++marked;
         }
     return marked;
+}
+
+// Takes it back, on every level whatever is found below: ties may have taken some back already.
+SPARSIFINER_INLINE void forget_own(const OpenCells& f, const int32_t* of, const int32_t* tokens, int64_t count, float* scores) {
+    for (int64_t t = 0; t < count; ++t)
+        for (int32_t c = of[tokens[t] - f.shape.prefix]; c >= 0; c = f.cells.parent[c]) scores[c] = 0;
 }
 
 // The scores of candidates whose cells are not asked at once: a product with each mean key where it lies.
@@ -403,7 +408,7 @@ void open_group(const OpenCells& f, const CellHead& x, const int32_t* of, const 
         lowest = low < lowest ? low : lowest;
     }
     Bounds whole{-max_lanes(-lowest), next_above(max_lanes(highest)), x.filled, 0};
-    whole.least = mark_own(f, of, tokens, count, infinity, s.scores);
+    whole.least = mark_own(f, of, tokens, count, s.scores);
     to.standing_count = 0;
     for (int64_t level = cells.levels - 1; level >= 0; --level) {
         const bool asked = cells.starts[level] >= x.first_asked;
@@ -433,7 +438,7 @@ void open_group(const OpenCells& f, const CellHead& x, const int32_t* of, const 
         give_back(s.scores, cut, to);
         for (int64_t i = 0; !asked && i < candidates; ++i) s.scores[s.candidates[i]] = 0;
     }
-    if (x.first_asked > 0) mark_own(f, of, tokens, count, 0, s.scores);
+    if (x.first_asked > 0) forget_own(f, of, tokens, count, s.scores);
     if (cells.levels > 1) sort_opened(cells.starts[1], s.marks, to);
     if (!cells.closed) to.standing_count = 0;
 }
