@@ -179,11 +179,60 @@ def test_every_instruction_set(name, tile, levels, d, tolerance):
         cpu.native().poison_scratch(False)
 
 
+def bfloat16_error(q, k, v, opened, prefix):
+    """What rounding may do to rows of bfloat16, where weights, means of cells and the result are rounded, no more.
+
+    Weights and mean values by half a unit each; a mean key so much that its logit, and each weight with it, is off.
+    """
+    unit, wide = 2.0**-8 / 2, [x.double() for x in (q, k, v)]
+    size = cells.cell_attention(wide[0], wide[1], wide[2].abs(), opened, backend="eager")[:, :, prefix:]
+    terms = wide[0][:, :, prefix:].abs() @ wide[1].abs().mT * q.shape[-1] ** -0.5
+    return size * (torch.expm1(2 * unit * terms.amax(-1, keepdim=True)) + 3.1 * unit) + 1e-5
+
+
+@pytest.mark.parametrize("name", cpu.native().instruction_sets())
+@pytest.mark.parametrize("tile", [None, (3, 3), (8, 8)])
+@pytest.mark.parametrize(
+    ("levels", "d", "prefix", "closed"),
+    [
+        (ONE, 64, 1, True),
+        (TWO, 64, 3, True),
+        (THREE, 64, 0, False),
+        (TWO, 40, 1, True),
+        (ONE, 130, 2, True),
+        (THREE, 32, 1, True),
+    ],
+)
+@torch.no_grad()
+def test_every_row_of_bfloat16(name, tile, levels, d, prefix, closed):
+    before = cpu.instruction_set()
+    qkv = torch.randn(2, prefix + 143, 3, 3, d, generator=torch.Generator().manual_seed(5)).bfloat16()
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    how = opening((13, 11), 31, cells=levels, tile=tile, num_prefix=prefix, closed=closed)
+    opened = cells.connect(q, k, v, how, backend="eager")
+    exact = cells.cell_attention(q.double(), k.double(), v.double(), opened, backend="eager")
+    try:
+        cpu.native().use(name)
+        cpu.native().poison_scratch(True)
+        ours = cells.fused(q, k, v, how)
+    finally:
+        cpu.native().use(before)
+        cpu.native().poison_scratch(False)
+    assert ours.dtype == torch.bfloat16
+    apart = (ours.double() - exact).abs()
+    assert bool((apart[:, :, prefix:] <= bfloat16_error(q, k, v, opened, prefix)).all())
+    dense = reference.full_attention(q.double(), k.double(), d**-0.5) @ v.double()
+    torchs = functional.scaled_dot_product_attention(q, k, v).double()
+    allowed = (torchs - dense).abs().max()
+    assert bool((apart.amax((1, 2, 3)) < 2 * allowed).all())
+
+
 @pytest.mark.parametrize("tile", [None, (4, 4)])
 @pytest.mark.parametrize("levels", [ONE, TWO])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_threads_and_batches_change_nothing(tile, levels):
-    q, k, v = inputs((12, 12), heads=3, batch=3, d=64)
+def test_threads_and_batches_change_nothing(tile, levels, dtype):
+    q, k, v = inputs((12, 12), heads=3, batch=3, d=64, dtype=dtype)
     how = opening((12, 12), 40, cells=levels, tile=tile)
     alone, before = cells.fused(q[1:2], k[1:2], v[1:2], how), torch.get_num_threads()
     try:
@@ -249,9 +298,10 @@ def test_ties_of_one_group_leave_nothing_to_the_next(levels, tile, budget):
 
 @pytest.mark.parametrize("tile", [None, (4, 4)])
 @pytest.mark.parametrize("levels", [ONE, TWO])
-def test_what_is_not_a_number_shows(levels, tile):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_a_number_shows(levels, tile, dtype):
     """Without cells that stand for the rest too: a cell that holds it is always opened."""
-    q, k, v = inputs((8, 8), d=64)
+    q, k, v = inputs((8, 8), d=64, dtype=dtype)
     k[0, 0, 30, 3] = torch.nan
     for backend, closed in itertools.product(BACKENDS, (True, False)):
         how = opening((8, 8), 8 if tile is None else 32, closed=closed, cells=levels, tile=tile)
@@ -259,7 +309,9 @@ def test_what_is_not_a_number_shows(levels, tile):
         assert bool(out[0, 0].isnan().all())
         assert bool(out[0, 1].isfinite().all())
     with torch.no_grad():
-        assert bool(cells.fused(q, k, v, how)[0, 0].isnan().all())
+        out = cells.fused(q, k, v, how)
+        assert bool(out[0, 0].isnan().all())
+        assert bool(out[0, 1].isfinite().all())
 
 
 @pytest.mark.parametrize("tile", [None, (2, 2), (4, 4)])
@@ -283,6 +335,11 @@ def test_dropped_tokens(tile, levels):
         torch.testing.assert_close(out[:, :, prefix:].double(), expected, rtol=1e-4, atol=1e-5)
     out = cells.fused(q, k, v, how, positions=positions)
     torch.testing.assert_close(out[:, :, prefix:].double(), expected, rtol=1e-4, atol=1e-5)
+    narrow = [x.bfloat16() for x in (q, k, v)]
+    opened = cells.connect(*narrow, how, positions=positions, backend="eager")
+    exact = cells.cell_attention(*(x.double() for x in narrow), opened, backend="eager")
+    apart = (cells.fused(*narrow, how, positions=positions).double() - exact)[:, :, prefix:].abs()
+    assert bool((apart <= bfloat16_error(*narrow, opened, prefix)).all())
 
 
 @pytest.mark.parametrize("tile", [None, (4, 4)])

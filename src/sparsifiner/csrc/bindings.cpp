@@ -21,9 +21,10 @@ std::vector<const Kernels*> supported() {
 #if defined(SPARSIFINER_X86)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
-        found.push_back(&avx512_kernels());
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    if (avx512 && __builtin_cpu_supports("avx512bf16")) found.push_back(&avx512bf16_kernels());
+    if (avx512) found.push_back(&avx512_kernels());
     if (avx2) found.push_back(&avx2_kernels());
 #endif
     found.push_back(&baseline_kernels());

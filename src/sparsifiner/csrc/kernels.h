@@ -141,8 +141,9 @@ struct Kernels {
 const Kernels& baseline_kernels();
 const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
+const Kernels& avx512bf16_kernels();
 
-constexpr int kSlots = 56;
+constexpr int kSlots = 64;
 
 // Memory of the calling thread that is kept from call to call: `slot`, below kSlots, names it, 64-byte aligned. Throws bad_alloc.
 void* scratch(int slot, size_t bytes);

@@ -17,7 +17,8 @@ enum Slot {
     kTileCoefficients, kTileEstimates, kGradRows, kKeysGrad, kValuesGrad, kPicked, kEvery, kWeightGrad,
     kGrad, kQueryGrad, kCoefficientsGrad, kScoreKeys, kGuesses, kNarrowKeys,
     kNarrowValues, kConnectionKey, kConnectionWeight, kConnectionSlope, kKeyStart, kConnectionQuery, kWeightByKey,
-    kSlopeByKey, kCellStart, kCellChild, kRowToken, kTokenRow, kMeans, kCellFacts, kCandidates, kOpened, kStanding, kMarks, kSlotsNamed,
+    kSlopeByKey, kCellStart, kCellChild, kRowToken, kTokenRow, kMeans, kCellFacts, kCandidates, kOpened, kStanding, kMarks, kMeanKeys,
+    kMeanValues, kRowQueries, kRowSums, kSlotsNamed,
 };
 static_assert(kSlotsNamed <= kSlots);
 
@@ -39,6 +40,10 @@ SPARSIFINER_INLINE void load_row(const Tokens& x, int64_t b, int64_t h, int64_t 
         for (; c < head_dim; ++c) out[c] = row[c] * factor;
     }
     for (; c < width; ++c) out[c] = 0;
+}
+
+SPARSIFINER_INLINE void copy_row(const Tokens& x, int64_t b, int64_t h, int64_t token, int64_t head_dim, int64_t width, float* out) {
+    load_row(x, b, h, token, head_dim, width, 1.0f, out);
 }
 
 SPARSIFINER_INLINE void store_row(const Tokens& x, int64_t b, int64_t h, int64_t token, int64_t head_dim, const float* row) {

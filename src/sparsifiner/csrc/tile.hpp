@@ -1,6 +1,7 @@
 // Eq. 4-6 for queries that share a list: two small dense products with one query in each lane.
 #pragma once
 
+#include "dots.hpp"
 #include "gather.hpp"
 #include "product.hpp"
 
@@ -37,9 +38,10 @@ SPARSIFINER_INLINE bool listed(const int32_t* list, int64_t count, int32_t token
     return low < count && list[low] == token;
 }
 
-SPARSIFINER_INLINE float dot(const float* a, const float* b, int64_t width) {
+template <class T>
+SPARSIFINER_INLINE float dot(const float* a, const T* b, int64_t width) {
     Vec acc{};
-    for (int64_t c = 0; c < width; c += kLanes) acc += load(a + c) * load(b + c);
+    for (int64_t c = 0; c < width; c += kLanes) acc += load(a + c) * part_of(b + c);
     return sum_lanes(acc);
 }
 
