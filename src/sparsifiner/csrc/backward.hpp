@@ -6,10 +6,16 @@
 //   d mass = -D where the mass is not clamped; ds = -dw - d mass; coefficients and basis from ds.
 #pragma once
 
-#include "forward.hpp"
+#include "lists.hpp"
 
 namespace sparsifiner::SPARSIFINER_ISA {
 namespace {
+
+enum BackwardSlot {
+    kGrad = kHeadSlots, kGradRows, kWeightGrad, kQueryGrad, kCoefficientsGrad, kKeysGrad, kValuesGrad, kConnectionKey,
+    kConnectionWeight, kConnectionSlope, kKeyStart, kConnectionQuery, kWeightByKey, kSlopeByKey, kBackwardSlots,
+};
+static_assert(kBackwardSlots <= kSlots);
 
 constexpr int64_t kScatterSlice = 32;  // rows whose gradients are computed side by side before they are added
 
@@ -166,9 +172,9 @@ inline void backward_tile(const Attend& f, const ListedHead& x, int64_t first, i
     const float* queries = x.queries + first * width;
     const int32_t* tokens = x.tokens + first;
     const Estimate* estimates_of = f.shape.landmarks ? x.masses + first : nullptr;
+    const TileCall tile{queries, tokens, members, width, x.list, length};
     TileFacts facts;
-    weigh_tile(queries, tokens, members, x.keys, width, x.list, length, f.adds_self, estimates_of, x.tile, facts,
-               x.bias);
+    weigh_tile(tile, x.keys, f.adds_self, estimates_of, x.tile, facts, x.bias);
     float* weights = x.tile.weights;
     scatter_tile(weights, lanes, grad, members, width, x.list, length, tokens, facts.absent, to.values);
     transpose_into_lanes(grad, members, width, lanes, x.tile.queries);
@@ -212,7 +218,7 @@ inline void backward_tile(const Attend& f, const ListedHead& x, int64_t first, i
             for (int64_t t = 0; t < lanes; ++t)
                 if (!(facts.absent >> t & 1)) estimates[length * lanes + t] = 0;
         const float* coefficients = x.coefficients + first * padded;
-        sum_tile(estimates, tokens, members, x.up, padded, x.list, length, facts.absent, to.coefficients);
+        sum_tile(tile, estimates, x.up, padded, facts.absent, to.coefficients);
         scatter_tile(estimates, lanes, coefficients, members, padded, x.list, length, tokens, facts.absent, to.up);
         for (int64_t t = 0; t < members; ++t) {
             for (int64_t l = 0; l < padded; l += kLanes) {
@@ -222,7 +228,7 @@ inline void backward_tile(const Attend& f, const ListedHead& x, int64_t first, i
             }
         }
     }
-    sum_tile(weights, tokens, members, x.keys, width, x.list, length, facts.absent, to.q);
+    sum_tile(tile, weights, x.keys, width, facts.absent, to.q);
     scatter_tile(weights, lanes, queries, members, width, x.list, length, tokens, facts.absent, to.keys);
 }
 

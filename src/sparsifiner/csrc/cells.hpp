@@ -7,6 +7,11 @@
 namespace sparsifiner::SPARSIFINER_ISA {
 namespace {
 
+enum CellSlot {
+    kCandidates = kCellHeadSlots, kOpened, kStanding, kMarks, kOpenedBits, kRowQueries, kRowSums, kCellSlots,
+};
+static_assert(kCellSlots <= kSlots);
+
 constexpr int64_t kTileBlock = kBlockRows;  // tiles whose mean queries meet the cells together: the rows of a product
 
 // The rows of the prefix and of the opened cells' keys; a vector more is filled with a valid row. Returns how many.
@@ -366,7 +371,7 @@ Status open_head(const OpenCells& f, int64_t b, int64_t h, int64_t part, int64_t
     const int64_t most = x.padded + 2 * kLanes;
     float* numbers = take<float>(kCandidates, 3 * most);
     const ChoiceScratch scratch{numbers, numbers + most, reinterpret_cast<int32_t*>(numbers + 2 * most),
-                                take<uint64_t>(kOccupied, cells.starts[1] / 64 + 1), take<float>(kGuesses, cells.levels)};
+                                take<uint64_t>(kOpenedBits, cells.starts[1] / 64 + 1), take<float>(kGuesses, cells.levels)};
     Choice choice{take<int32_t>(kOpened, x.padded + 2 * kLanes), take<int32_t>(kStanding, x.padded + 2 * kLanes), 0, 0};
     TileScratch tile{};
     if (shared)

@@ -2,10 +2,14 @@
 #pragma once
 
 #include "dots.hpp"
-#include "forward.hpp"
+#include "heads.hpp"
 
 namespace sparsifiner::SPARSIFINER_ISA {
 namespace {
+
+enum CellHeadSlot {
+    kCellStart = kHeadSlots, kCellChild, kRowToken, kTokenRow, kCellFacts, kMeans, kMeanKeys, kMeanValues, kCellHeadSlots,
+};
 
 constexpr double kNoSpread = 1e-30;  // a cell of equal keys has nothing to open, and its logarithm must be finite
 
@@ -133,10 +137,10 @@ void mean_rows(const OpenCells& f, const Cellwise& x, const Shares& shares, cons
 
 // Where the means of cells lie in float32: behind the tokens' rows if these are float32 too, else in a place of their own,
 // and rounded behind the rows by `narrow_means`.
-inline float* place_of_means(Slot, float* rows, int64_t tokens, int64_t, int64_t width) { return rows + tokens * width; }
+inline float* place_of_means(int, float* rows, int64_t tokens, int64_t, int64_t width) { return rows + tokens * width; }
 inline void narrow_means(const float*, float*, int64_t) {}
 #if defined(__AVX512BF16__)
-inline float* place_of_means(Slot slot, uint16_t*, int64_t, int64_t cells, int64_t width) { return take<float>(slot, cells * width); }
+inline float* place_of_means(int slot, uint16_t*, int64_t, int64_t cells, int64_t width) { return take<float>(slot, cells * width); }
 inline void narrow_means(const float* means, uint16_t* rows, int64_t count) {
     for (int64_t at = 0; at < count; at += kLanes) store_narrow(rows + at, load(means + at));
 }

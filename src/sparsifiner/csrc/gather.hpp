@@ -117,10 +117,11 @@ SPARSIFINER_INLINE SoftmaxFacts softmax_terms(float* logits, int64_t count) {
 
 SPARSIFINER_INLINE float clamp_unit(float x) { return x < 0 ? 0 : x > 1 ? 1 : x; }  // NaN stays
 
-// What the residual needs of a query: its coefficients and their estimate of the whole row's mass.
+// What the residual needs of a query: its coefficients and their estimate of the whole row's mass. Queries of a block have
+// theirs side by side.
 struct Estimate {
-    const float* coefficients;  // [vectors * kLanes]
-    int64_t vectors;
+    const float* coefficients;  // [vectors * kLanes], zero behind the landmarks
+    int64_t landmarks, vectors;
     const float* basis;  // [n, vectors * kLanes], the dense basis transposed
     float mass;          // sum over all keys of the estimates
 };

@@ -3,7 +3,8 @@
 
 #include "backward.hpp"
 #include "cells.hpp"
-#include "forward.hpp"
+#include "fused.hpp"
+#include "lists.hpp"
 
 #define SPARSIFINER_JOIN(a, b) a##b
 #define SPARSIFINER_TABLE(isa) SPARSIFINER_JOIN(isa, _kernels)

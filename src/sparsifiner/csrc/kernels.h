@@ -143,7 +143,7 @@ const Kernels& avx2_kernels();
 const Kernels& avx512_kernels();
 const Kernels& avx512bf16_kernels();
 
-constexpr int kSlots = 64;
+constexpr int kSlots = 48;
 
 // Memory of the calling thread that is kept from call to call: `slot`, below kSlots, names it, 64-byte aligned. Throws bad_alloc.
 void* scratch(int slot, size_t bytes);

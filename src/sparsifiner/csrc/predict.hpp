@@ -11,19 +11,12 @@ namespace {
 
 constexpr int64_t kAhead = 12;  // rows
 
-enum Slot {
-    kKeys, kValues, kKeyLandmarks, kKeyLandmarksT, kValueLandmarks, kUp, kBasis, kOccupied, kInverse, kQueries,
-    kCoefficients, kLowRank, kOut, kScores, kList, kWeights, kEstimates, kMean, kTokens, kTileQueries, kTileWeights,
-    kTileCoefficients, kTileEstimates, kGradRows, kKeysGrad, kValuesGrad, kPicked, kEvery, kWeightGrad,
-    kGrad, kQueryGrad, kCoefficientsGrad, kScoreKeys, kGuesses, kNarrowKeys,
-    kNarrowValues, kConnectionKey, kConnectionWeight, kConnectionSlope, kKeyStart, kConnectionQuery, kWeightByKey,
-    kSlopeByKey, kCellStart, kCellChild, kRowToken, kTokenRow, kMeans, kCellFacts, kCandidates, kOpened, kStanding, kMarks, kMeanKeys,
-    kMeanValues, kRowQueries, kRowSums, kSlotsNamed,
-};
-static_assert(kSlotsNamed <= kSlots);
+// Memory of the thread (`scratch`), by the stage that uses it: each stage's slots come behind those of the stages before it.
+// Stages of different entry points never run at once, and may have the same.
+enum PredictSlot { kKeys, kValues, kKeyLandmarks, kKeyLandmarksT, kValueLandmarks, kUp, kBasis, kOccupied, kPicked, kPredictSlots };
 
 template <class T>
-SPARSIFINER_INLINE T* take(Slot slot, int64_t count) {
+SPARSIFINER_INLINE T* take(int slot, int64_t count) {
     return static_cast<T*>(scratch(slot, (size_t)count * sizeof(T)));
 }
 
@@ -65,7 +58,7 @@ SPARSIFINER_INLINE void prefetch_row(const Tokens& x, int64_t b, int64_t h, int6
 }
 
 // Rows that lie apart in the host's qkv, side by side: a row of another head is then not in the way in the cache.
-inline float* pack(Slot slot, const Tokens& x, int64_t b, int64_t h, int64_t tokens, int64_t head_dim, int64_t width) {
+inline float* pack(int slot, const Tokens& x, int64_t b, int64_t h, int64_t tokens, int64_t head_dim, int64_t width) {
     float* out = take<float>(slot, tokens * width);
     for (int64_t t = 0; t < tokens; ++t) {
         if (t + kAhead < tokens) prefetch_row(x, b, h, t + kAhead, head_dim);
@@ -75,7 +68,7 @@ inline float* pack(Slot slot, const Tokens& x, int64_t b, int64_t h, int64_t tok
 }
 
 // Packed rows again, in 16 bits.
-inline const float* narrowed(Slot slot, const float* rows, int64_t tokens, int64_t width) {
+inline const float* narrowed(int slot, const float* rows, int64_t tokens, int64_t width) {
     float* out = take<float>(slot, tokens * width / 2);
     for (int64_t at = 0; at < tokens * width; at += 2 * kLanes)
         store(out + at / 2, narrow_pair(load(rows + at), load(rows + at + kLanes)));

@@ -45,42 +45,52 @@ SPARSIFINER_INLINE float dot(const float* a, const T* b, int64_t width) {
     return sum_lanes(acc);
 }
 
-// The weights [list + 1, lanes] of the values: row `count` is each query's own key where the list lacks it (`absent`
-// has a bit per query), and -inf, so weight zero, elsewhere. Estimates are kept for the backward. `bias`, if there is one,
-// is added to the logits of the list's rows.
-// `highest` and `sum` [lanes] describe the softmax.
+// The logits and estimates of queries that share a list have a row for each key of it, and one more, `count`, for each query's
+// own key where the list lacks it (`absent` has a bit per query), which weighs nothing elsewhere. Of the softmax `highest` and
+// `sum` are kept, and `share` and `dropped` of what the estimates make of it.
 struct TileFacts {
     alignas(64) float highest[kTileLanes], sum[kTileLanes], share[kTileLanes], dropped[kTileLanes];
     uint32_t absent;
 };
 
-inline void weigh_tile(const float* queries, const int32_t* tokens, int64_t members, const float* keys, int64_t width,
-                       const int32_t* list, int64_t count, bool adds_self, const Estimate* estimates_of,
-                       const TileScratch& s, TileFacts& facts, const float* bias = nullptr) {
-    const int64_t lanes = round_up(members, kLanes);
-    transpose_into_lanes(queries, members, width, lanes, s.queries);
-    product<false>(count, width, lanes, [&](int64_t j) { return keys + list[j] * width; }, 1, {s.queries, lanes}, s.weights,
+// One tile's queries and the list they share.
+struct TileCall {
+    const float* queries;  // [members, width]
+    const int32_t* tokens;
+    int64_t members, width;
+    const int32_t* list;
+    int64_t count;
+
+    int64_t lanes() const { return round_up(members, kLanes); }
+};
+
+inline void tile_logits(const TileCall& of, const float* keys, bool adds_self, const float* bias, const TileScratch& s,
+                        TileFacts& facts) {
+    const int64_t lanes = of.lanes(), width = of.width;
+    transpose_into_lanes(of.queries, of.members, width, lanes, s.queries);
+    product<false>(of.count, width, lanes, [&](int64_t j) { return keys + of.list[j] * width; }, 1, {s.queries, lanes}, s.weights,
                    lanes, false);
     if (bias)
-        for (int64_t j = 0; j < count; ++j)
+        for (int64_t j = 0; j < of.count; ++j)
             for (int64_t lane = 0; lane < lanes; lane += kLanes)
-                store(s.weights + j * lanes + lane, load(s.weights + j * lanes + lane) + bias[list[j]]);
-    float* own = s.weights + count * lanes;
+                store(s.weights + j * lanes + lane, load(s.weights + j * lanes + lane) + bias[of.list[j]]);
+    float* own = s.weights + of.count * lanes;
     facts.absent = 0;
     for (int64_t t = 0; t < lanes; ++t) own[t] = -__builtin_inff();
-    if (adds_self) {
-        for (int64_t t = 0; t < members; ++t) {
-            if (listed(list, count, tokens[t])) continue;
-            facts.absent |= 1u << t;
-            own[t] = dot(queries + t * width, keys + tokens[t] * width, width);
-        }
+    for (int64_t t = 0; adds_self && t < of.members; ++t) {
+        if (listed(of.list, of.count, of.tokens[t])) continue;
+        facts.absent |= 1u << t;
+        own[t] = dot(of.queries + t * width, keys + of.tokens[t] * width, width);
     }
-    const int64_t rows = facts.absent ? count + 1 : count;
+}
+
+// Logits to the terms of the softmax, in place.
+inline void tile_terms(int64_t rows, int64_t lanes, float* weights, TileFacts& facts) {
     for (int64_t lane = 0; lane < lanes; lane += kLanes) {
         Vec highest = splat(-__builtin_inff()), sum{};
-        for (int64_t j = 0; j < rows; ++j) highest = larger(load(s.weights + j * lanes + lane), highest);
+        for (int64_t j = 0; j < rows; ++j) highest = larger(load(weights + j * lanes + lane), highest);
         for (int64_t j = 0; j < rows; ++j) {
-            float* at = s.weights + j * lanes + lane;
+            float* at = weights + j * lanes + lane;
             const Vec term = exp_nonpositive(load(at) - highest);
             store(at, term);
             sum += term;
@@ -88,25 +98,23 @@ inline void weigh_tile(const float* queries, const int32_t* tokens, int64_t memb
         store(facts.highest + lane, highest);
         store(facts.sum + lane, sum);
     }
-    if (!estimates_of) {
-        for (int64_t lane = 0; lane < lanes; lane += kLanes) {
-            const Vec share = 1.0f / load(facts.sum + lane);
-            store(facts.share + lane, share);
-            for (int64_t j = 0; j < rows; ++j)
-                store(s.weights + j * lanes + lane, load(s.weights + j * lanes + lane) * share);
-        }
-        return;
-    }
-    const int64_t landmarks = estimates_of[0].vectors * kLanes;
+}
+
+// The estimates of the list's keys: another product, as deep as there are landmarks.
+inline void tile_estimates(const TileCall& of, const Estimate* estimates_of, const TileScratch& s, const TileFacts& facts) {
+    const int64_t lanes = of.lanes(), padded = estimates_of[0].vectors * kLanes;
     const float* basis = estimates_of[0].basis;
-    for (int64_t l = 0; l < landmarks; ++l)
-        for (int64_t t = 0; t < lanes; ++t)
-            s.lanes_in[l * lanes + t] = t < members ? estimates_of[t].coefficients[l] : 0.0f;
-    product<false>(count, landmarks, lanes, [&](int64_t j) { return basis + list[j] * landmarks; }, 1, {s.lanes_in, lanes},
-                   s.estimates, lanes, false);
-    float* own_estimate = s.estimates + count * lanes;
+    transpose_into_lanes(estimates_of[0].coefficients, of.members, padded, lanes, s.lanes_in);
+    product<false>(of.count, estimates_of[0].landmarks, lanes, [&](int64_t j) { return basis + of.list[j] * padded; }, 1,
+                   {s.lanes_in, lanes}, s.estimates, lanes, false);
+    float* own = s.estimates + of.count * lanes;
     for (int64_t t = 0; t < lanes; ++t)
-        own_estimate[t] = facts.absent >> t & 1 ? dot(estimates_of[t].coefficients, basis + tokens[t] * landmarks, landmarks) : 0;
+        own[t] = facts.absent >> t & 1 ? dot(estimates_of[t].coefficients, basis + of.tokens[t] * padded, padded) : 0;
+}
+
+// Terms of the softmax to the weights of the values, (1 - rho) p - s: method, section 3.
+inline void less_estimates(int64_t rows, int64_t members, int64_t lanes, const Estimate* estimates_of, const TileScratch& s,
+                           TileFacts& facts) {
     for (int64_t lane = 0; lane < lanes; lane += kLanes) {
         Vec kept{}, mass;
         for (int64_t j = 0; j < rows; ++j) kept += load(s.estimates + j * lanes + lane);
@@ -124,17 +132,37 @@ inline void weigh_tile(const float* queries, const int32_t* tokens, int64_t memb
     }
 }
 
-// out[members, width] += weights^T values.
-inline void sum_tile(const float* weights, const int32_t* tokens, int64_t members, const float* values, int64_t width,
-                     const int32_t* list, int64_t count, uint32_t absent, float* out) {
-    const int64_t lanes = round_up(members, kLanes);
-    product_sliced<true>(members, count, width, [&](int64_t t) { return weights + t; }, lanes, {values, width, list}, out,
+// The weights [list + 1, lanes] of the values, in `s.weights`; estimates are kept for the backward. `bias`, if there is one, is
+// added to the logits of the list's rows.
+inline void weigh_tile(const TileCall& of, const float* keys, bool adds_self, const Estimate* estimates_of,
+                       const TileScratch& s, TileFacts& facts, const float* bias = nullptr) {
+    const int64_t lanes = of.lanes();
+    tile_logits(of, keys, adds_self, bias, s, facts);
+    const int64_t rows = facts.absent ? of.count + 1 : of.count;
+    tile_terms(rows, lanes, s.weights, facts);
+    if (estimates_of) {
+        tile_estimates(of, estimates_of, s, facts);
+        less_estimates(rows, of.members, lanes, estimates_of, s, facts);
+        return;
+    }
+    for (int64_t lane = 0; lane < lanes; lane += kLanes) {
+        const Vec share = 1.0f / load(facts.sum + lane);
+        store(facts.share + lane, share);
+        for (int64_t j = 0; j < rows; ++j)
+            store(s.weights + j * lanes + lane, load(s.weights + j * lanes + lane) * share);
+    }
+}
+
+// out[members, width] += weights^T values, rows of `width`, which need not be the queries'.
+inline void sum_tile(const TileCall& of, const float* weights, const float* values, int64_t width, uint32_t absent, float* out) {
+    const int64_t lanes = of.lanes();
+    product_sliced<true>(of.members, of.count, width, [&](int64_t t) { return weights + t; }, lanes, {values, width, of.list}, out,
                          width, true, kValueSlice);
     for (; absent; absent &= absent - 1) {
         const int t = __builtin_ctz(absent);
-        const Vec weight = splat(weights[count * lanes + t]);
+        const Vec weight = splat(weights[of.count * lanes + t]);
         for (int64_t c = 0; c < width; c += kLanes)
-            store(out + t * width + c, load(out + t * width + c) + weight * load(values + tokens[t] * width + c));
+            store(out + t * width + c, load(out + t * width + c) + weight * load(values + of.tokens[t] * width + c));
     }
 }
 
