@@ -13,7 +13,7 @@ help:
 	@echo "make lint    ruff and pyright"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make sanitize  the kernels' tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer"
-	@echo "make bench   remake benchmarks/results (needs the real weights and images)"
+	@echo "make bench   remake benchmarks/results, times in a folder of this machine's name (needs the real weights and images)"
 
 # The stamp is written last, so an interrupted install is repeated and never half used.
 $(READY): pyproject.toml CMakeLists.txt $(wildcard src/sparsifiner/csrc/*)

@@ -52,8 +52,8 @@ def masked(layer: SparseAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Te
     w_down, w_up = layer.predictor.at(layer.grid.size)
     a_down = low_rank_attention(q, k, w_down, prefix, layer.scale)
     scores = reference.scores(a_down, w_up, config.tau, layer.basis_threshold)
-    members = query_groups(layer.grid.size, prefix, config.tile, q.device)
-    if config.tile is not None:
+    members = query_groups(layer.grid.size, prefix, layer.tile, q.device)
+    if layer.tile is not None:
         scores = scores[:, :, members - prefix].mean(3)  # these tiles divide the grid
     mask = top_budget(scores, layer.budget())
     mask = mask.repeat_interleave(members.shape[1], 2)[:, :, members.flatten().argsort()]

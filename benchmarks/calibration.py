@@ -2,7 +2,8 @@
 
 DeiT-Tiny on the calibration photos of imagenet-hires.tar. Every third is held out: on these quality is measured, as
 divergence from the dense model and agreement with it at keep 0.1. Each row is from a process of its own, whose peak
-resident size holds the photos too. Writes results/calibration.csv row by row; rows that are there are not run again.
+resident size holds the photos too. Writes results/MACHINE/calibration.csv row by row; rows that
+are there are not run again.
 
     python benchmarks/calibration.py
     python benchmarks/calibration.py 512:64 512:64:all --threads 2
@@ -26,7 +27,7 @@ from torch import Tensor
 from torchvision import transforms
 
 import sparsifiner as sp
-from common import RESULTS, assets, environment, read_csv, write_csv
+from common import assets, environment, machine_results, read_csv, write_csv
 from sparsifiner import calibration
 from sparsifiner.inspect import compare
 from sparsifiner.models import create_host
@@ -92,7 +93,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    path = RESULTS / "calibration.csv"
+    path = machine_results() / "calibration.csv"
     rows: list[dict[str, Any]] = list(read_csv(path))
     for case in arguments.cases:
         pixels, images, queries = (*case.split(":"), str(calibration.QUERIES))[:3]

@@ -3,7 +3,7 @@
 The attention of all layers of DeiT-Tiny, each with its part of the mean budget, on real queries, keys and values at
 four sizes of photos; forward, and forward with backward at 1,025 tokens. Candidates take turns at one layer before the
 next, and what they take is summed: a layer's inputs are then in the cache for all of them, as they are in a model,
-where the layer's own projection has just written them. Writes results/cells-speed.csv.
+where the layer's own projection has just written them. Writes results/MACHINE/cells-speed.csv.
 
     python benchmarks/cells_speed.py
     python benchmarks/cells_speed.py --pixels 512 --threads 1 --seconds 2
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from common import RESULTS, environment, write_csv
+from common import environment, machine_results, write_csv
 from sparsifiner.config import budget, spread_over_depth
 from sparsifiner.convert import sparse_layers
 from sparsifiner.inspect.speed import Problem, fused, problem_from, take_turns
@@ -138,7 +138,7 @@ def main() -> None:
                         f"{minimum:8.2f} ms, {row['speed_up']:.2f}x ({row['speed_up_median']:.2f}x)",
                         flush=True,
                     )
-                write_csv(rows, RESULTS / "cells-speed.csv")
+                write_csv(rows, machine_results() / "cells-speed.csv")
 
 
 if __name__ == "__main__":

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 from sparsifiner.files import replacing
-from sparsifiner.inspect.machine import environment
+from sparsifiner.inspect.machine import environment, machine, machine_name
 
-__all__ = ["RESULTS", "assets", "environment", "read_csv", "write_csv"]
+__all__ = ["RESULTS", "assets", "environment", "machine_results", "read_csv", "write_csv"]
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parent / "results"  # for what depends on no machine; times go to `machine_results()`
 
 
 def assets() -> Path:
@@ -21,6 +22,15 @@ def assets() -> Path:
     folder = Path(os.environ.get("SPARSIFINER_ASSETS", beside))
     if not (folder / "deit_tiny_patch16_224.safetensors").is_file():
         raise SystemExit("set SPARSIFINER_ASSETS to the folder with the DeiT-Tiny weights and the ImageNet images")
+    return folder
+
+
+def machine_results() -> Path:
+    """The folder for what is measured on this machine, in which ``machine.json`` says what it is."""
+    folder = RESULTS / machine_name()
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / "machine.json") as path:
+        path.write_text(json.dumps(machine(), indent=2) + "\n")
     return folder
 
 

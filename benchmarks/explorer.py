@@ -1,8 +1,8 @@
-"""How fast `sparsifiner explore` answers, and what it says to hostile input: results/explorer.csv.
+"""How fast `sparsifiner explore` answers, and what it says to hostile input: results/MACHINE/explorer.csv.
 
 Starts the server on DeiT-Tiny, asks it alone, then as 32 clients at once, and compares what the many got with what one
 gets. Then sends it what it should refuse, and prints the answers. Last, it is besieged by connections that send
-nothing, or too slowly, while one good client goes on asking: results/explorer-slow.csv.
+nothing, or too slowly, while one good client goes on asking: results/MACHINE/explorer-slow.csv.
 
     python benchmarks/explorer.py [--clients 32] [--requests 40] [--only-slow]
 """
@@ -31,7 +31,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from common import RESULTS, assets, environment, write_csv
+from common import assets, environment, machine_results, write_csv
 from sparsifiner.files import replacing
 
 NAME = "deit_tiny_patch16_224"
@@ -293,7 +293,7 @@ def slow(port: int) -> None:
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console(width=170).print(table)
-    write_csv(rows, RESULTS / "explorer-slow.csv")
+    write_csv(rows, machine_results() / "explorer-slow.csv")
 
 
 def main() -> None:
@@ -321,7 +321,7 @@ def main() -> None:
         table.add_row(*map(str, row.values()))
     Console(width=140).print(table)
     print("the server stayed up" if still else "THE SERVER WENT DOWN")
-    with replacing(RESULTS / "explorer.csv") as path, path.open("w", newline="") as file:
+    with replacing(machine_results() / "explorer.csv") as path, path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [*alone[0], "wrong", *environment()], lineterminator="\n")
         writer.writeheader()
         for row in alone + many:

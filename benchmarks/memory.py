@@ -1,7 +1,7 @@
 """Peak memory of one attention layer at high resolution, beyond its inputs: sparse, dense (SDPA) and dense with a mask.
 
 Each figure is from a process of its own: the growth of its peak resident size while the layer runs once.
-Writes results/memory.csv and prints a table.
+Writes results/MACHINE/memory.csv and prints a table.
 
     python benchmarks/memory.py
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from common import RESULTS, environment
+from common import environment, machine_results
 from sparsifiner.config import budget as budget_of
 from sparsifiner.files import replacing
 from sparsifiner.inspect import speed
@@ -73,7 +73,7 @@ def main() -> None:
                 print(f"n={row['n']:6d}  {form:18s} {row['mib']:9.1f} MiB", flush=True)
             about = {"heads": HEADS, "head_dim": HEAD_DIM, "n_down": N_DOWN, "keep": KEEP}
             rows.append(row | about | environment())
-    with replacing(RESULTS / "memory.csv") as path, path.open("w", newline="") as file:
+    with replacing(machine_results() / "memory.csv") as path, path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -1,8 +1,8 @@
 """Speed on this machine against torch's dense attention: the operator forward and backward at ViT sizes; whole models.
 
 Inputs are those of DeiT-Tiny on real images, calibrated; heads of two layers stand side by side where six are wanted.
-Writes results/speed-operator.csv, speed-backward.csv, speed-model.csv, speed-tuned.csv and
-speed.md, and draws docs/figures/speed.png.
+Writes speed-operator.csv, speed-backward.csv, speed-model.csv, speed-tuned.csv and speed.md
+to results/MACHINE, and draws docs/figures/speed.png.
 
     python benchmarks/speed.py [--seconds 0.5] [--only operator|backward|model|tuned]
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import sparsifiner as sp
-from common import RESULTS, assets
+from common import assets, machine_results
 from sparsifiner.cli.bench import backward_rows, model_rows, operator_rows, write_csv
 from sparsifiner.config import SparseConfig
 from sparsifiner.convert import conversion_of
@@ -110,12 +110,12 @@ def operator(inputs: list[tuple[Problem, tuple[int, int]]], seconds: float) -> N
         for p, tile in inputs:
             for residual in (False, True):
                 add(rows, operator_rows(p, KEEPS, [None, tile], residual, seconds, narrow=not residual))
-                write_csv(rows, RESULTS / "speed-operator.csv")
+                write_csv(rows, machine_results() / "speed-operator.csv")
             if (
                 threads == 1 and p.q.shape[2] < 2000
             ):  # by themselves: their turns are long, and would leave few to the others
                 add(rows, operator_rows(p, KEEPS, [], False, seconds, baselines=True))
-                write_csv(rows, RESULTS / "speed-operator.csv")
+                write_csv(rows, machine_results() / "speed-operator.csv")
     one_thread = [row for row in rows if row["threads"] == 1 and row["residual"] is False]
     one_thread = [row for row in one_thread if (row["batch"], row["heads"]) != (8, 3) or row["n"] > 197]
     for row in one_thread:  # tiles differ in shape, not in kind
@@ -130,7 +130,7 @@ def backward(inputs: list[tuple[Problem, tuple[int, int]]], seconds: float) -> N
         for p, tile in inputs:
             for residual in (False, True):
                 add(rows, backward_rows(p, KEEPS[:2], [None, tile], residual, seconds))
-                write_csv(rows, RESULTS / "speed-backward.csv")
+                write_csv(rows, machine_results() / "speed-backward.csv")
 
 
 def model(student: torch.nn.Module, small: torch.nn.Module, images: torch.Tensor, seconds: float) -> None:
@@ -147,7 +147,7 @@ def model(student: torch.nn.Module, small: torch.nn.Module, images: torch.Tensor
                 row["name"] = f"{name}, {pixels} px, {row['name'].removeprefix('model, ')}"
             print(f"{name} {pixels} px: ceiling {found[0]['ceiling']:.2f}x", flush=True)
             add(rows, found)
-            write_csv(rows, RESULTS / "speed-model.csv")
+            write_csv(rows, machine_results() / "speed-model.csv")
 
 
 def tuned(student: torch.nn.Module, images: torch.Tensor, seconds: float) -> None:
@@ -162,15 +162,15 @@ def tuned(student: torch.nn.Module, images: torch.Tensor, seconds: float) -> Non
             for row in found:
                 row["name"] = f"DeiT-T, {pixels} px, tuned, {row['name'].removeprefix('model, ')}"
             add(rows, found)
-            write_csv(rows, RESULTS / "speed-tuned.csv")
+            write_csv(rows, machine_results() / "speed-tuned.csv")
 
 
 def tables() -> None:
-    """The CSV files as Markdown, results/speed.md: speed-ups, per query / with tiles."""
+    """The CSV files as Markdown, speed.md: speed-ups, per query / with tiles."""
     lines = []
     kinds = {"operator": "Forward", "backward": "Backward", "model": "Whole model", "tuned": "Whole model, tuned"}
     for kind, title in kinds.items():
-        path = RESULTS / f"speed-{kind}.csv"
+        path = machine_results() / f"speed-{kind}.csv"
         if not path.exists():
             continue
         with path.open(newline="") as file:
@@ -195,7 +195,7 @@ def tables() -> None:
             cells = " | ".join(" / ".join(found.get(keep, [])) for keep in keeps)
             lines.append(f"| {what}{ceiling} | {threads} | {residual} | {cells} |")
         lines.append("")
-    with replacing(RESULTS / "speed.md") as path:
+    with replacing(machine_results() / "speed.md") as path:
         path.write_text("\n".join(lines))
 
 

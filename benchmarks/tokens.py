@@ -1,4 +1,4 @@
-"""Throughput of whole models that drop tokens, with and without sparse attention: writes results/tokens.csv.
+"""Throughput of whole models that drop tokens, with and without sparse attention: writes results/MACHINE/tokens.csv.
 
 Two threads, batch 8, all forms of a model by turns in one run. DeiT-S is two DeiT-Tiny side by side (its own weights
 are not at hand), so its attention is real; DynamicViT's networks are untrained, which changes what is kept, not how
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from common import RESULTS
+from common import machine_results
 from sparsifiner.cli.bench import write_csv
 from sparsifiner.config import TokenConfig
 from sparsifiner.inspect.flops import count_flops
@@ -64,7 +64,7 @@ def main() -> None:
             row |= {"images_per_second": 1000 * BATCH / timing.minimum}
             rows.append(row)
             print(f"{name} {pixels}  {form:44s} {timing.minimum:8.1f} ms  {row['speed_up']:.2f}x", flush=True)
-        write_csv(rows, RESULTS / "tokens.csv")
+        write_csv(rows, machine_results() / "tokens.csv")
         print(f"dense {name}: {count_flops(model).dense_total / 1e9:.2f} G multiply-adds")
 
 

@@ -1,7 +1,7 @@
 """What a training step costs in time and memory: ours, dense with a mask as published code does it, dense fine-tuning.
 
 Each figure is from a process of its own. Phase 2 is a step of the whole model without its optimiser; phase 1 is one
-layer's attention loss after another, beside dense inference, also at 1024 pixels. Writes results/training.csv.
+layer's attention loss after another, beside dense inference, also at 1024 pixels. Writes results/MACHINE/training.csv.
 
     python benchmarks/training.py [--seconds 20]
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import sparsifiner as sp
-from common import RESULTS, environment
+from common import environment, machine_results
 from sparsifiner.convert import sparse_layers
 from sparsifiner.distillation import phases
 from sparsifiner.distillation.data import Batch
@@ -113,7 +113,7 @@ def main() -> None:
         return
     rows: list[dict[str, Any]] = []
     if arguments.phase is not None:
-        with (RESULTS / "training.csv").open(newline="") as file:
+        with (machine_results() / "training.csv").open(newline="") as file:
             rows = [row for row in csv.DictReader(file) if row["phase"] != arguments.phase]
     jobs = [("2", form, *size) for size in JOINT for form in FORMS]
     jobs += [("1", form, *size) for size in FIRST for form in ("dense inference", "attention loss")]
@@ -130,7 +130,7 @@ def main() -> None:
             f"{figures['images_per_second']:6.1f} images/s {figures['mib']:8.0f} MiB",
             flush=True,
         )
-    with replacing(RESULTS / "training.csv") as path, path.open("w", newline="") as file:
+    with replacing(machine_results() / "training.csv") as path, path.open("w", newline="") as file:
         own = ["phase", "form", "pixels", "batch", "keep", "minimum", "p50", "steps", "mib", "images_per_second"]
         writer = csv.DictWriter(file, [*own, *environment()], lineterminator="\n")
         writer.writeheader()

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from sparsifiner.config import BACKENDS, SparseConfig, TokenConfig, budget
+from sparsifiner.config import BACKENDS, SparseConfig, TokenConfig, budget, name_tile, parse_tiles
 from sparsifiner.errors import ConfigError
 
 
@@ -49,6 +49,10 @@ def test_keep_outside_its_range_is_refused(keep):
         ({"tile": (2,)}, "tile must be"),
         ({"tile": (0, 2)}, "tile must be two whole numbers"),
         ({"tile": "22"}, "tile must be"),
+        ({"tile": []}, "tile is an empty list"),
+        ({"tile": [None, (2, 0)]}, "tile of a layer must be two whole numbers"),
+        ({"tile": [(2, 2), 2]}, "tile must be"),
+        ({"tile": [None, (2, 2)], "pattern": "window"}, "set tile=None for fixed patterns"),
         ({"backend": "cuda"}, "unknown backend 'cuda'"),
         ({"keep": []}, "empty list"),
     ],
@@ -79,6 +83,24 @@ def test_round_trip_through_json():
 def test_damaged_json_is_refused(text, message):
     with pytest.raises(ConfigError, match=message):
         SparseConfig.from_json(text)
+
+
+def test_tile_per_layer():
+    config = SparseConfig(0.5, tile=[[4, 4], None, [4, 4], [2, 7]])
+    assert config.tile == ((4, 4), None, (4, 4), (2, 7))
+    assert SparseConfig.from_json(config.to_json()) == config
+    assert config.tiles == ((4, 4), (2, 7))
+    assert [layer.tile for layer in config.replace(dense=[1]).per_layer(4)] == list(config.tile)
+    assert SparseConfig(0.5, tile=(2, 2)).tile_per_layer(3) == ((2, 2),) * 3
+    assert SparseConfig(0.5, tile=[None, None], pattern="window").tiles == ()
+    with pytest.raises(ConfigError, match="tile lists 4 tiles but the model has 3 attention layers"):
+        config.per_layer(3)
+    for text, tile in {"none": None, "2x7": (2, 7), "none,4x4": (None, (4, 4))}.items():
+        assert parse_tiles(text) == tile
+        assert name_tile(tile) == text
+    for nonsense in ("", "4x4,", "2x", "none none"):
+        with pytest.raises(ConfigError, match="expected ROWSxCOLUMNS"):
+            parse_tiles(nonsense)
 
 
 def test_keep_per_layer():

@@ -8,6 +8,8 @@ import sparsifiner as sp
 from sparsifiner.convert import conversion_of, sparse_layers
 from sparsifiner.errors import ConfigError, UnsupportedModelError
 
+from .toys import make_vit
+
 
 def test_the_model_given_is_untouched(vit, photos):
     before = vit(photos)
@@ -94,6 +96,8 @@ def test_what_is_suggested_runs_without_calibration(vit, photos):
 
 def test_suggestions_give_way_to_what_is_asked_for(vit):
     assert sp.suggest_config(vit, 0.5, tile=(2, 2), cells=[(1, 2)]).cells == ((1, 2),)
+    assert sp.suggest_config(make_vit(img_size=200), 0.5).tile == (4, 4)
+    assert sp.suggest_config(make_vit(img_size=200), 0.5, tile=None).tile is None
     with pytest.raises(ConfigError, match="n_down is of predictors, and cells ask none: say pattern='learned' too"):
         sp.suggest_config(vit, 0.5, n_down=5)
     config = sp.suggest_config(vit, [0.5, 0.2], pattern="learned", n_down=5, tile=(2, 2))

@@ -199,7 +199,7 @@ def _sampled_queries(layer: SparseAttention, image: int) -> Tensor:
 
     They are spread over the grid, and other ones in each image; the same whatever the batches.
     """
-    groups = query_groups(layer.grid.size, layer.grid.num_prefix, layer.config.tile, torch.device("cpu"))
+    groups = query_groups(layer.grid.size, layer.grid.num_prefix, layer.tile, torch.device("cpu"))
     patches = layer.grid.num_tokens - layer.grid.num_prefix
     count = -(-len(groups) * min(QUERIES, patches) // patches)
     return groups[_spread(count, len(groups), torch.Generator().manual_seed(image))]

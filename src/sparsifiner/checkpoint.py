@@ -19,9 +19,11 @@ from sparsifiner.convert import (
     conversion_of,
     converted,
     find_host,
+    note_tuning,
     reconfigure,
     sparse_layers,
     sparsify,
+    tuning_of,
     warn_of_bfloat16,
 )
 from sparsifiner.errors import CheckpointError, ConfigError, reason_of
@@ -76,6 +78,8 @@ def save(
         "host_weights": host_weights,
         "dtypes": {name: _dtype_name(state[name]) for name in tensors if tensors[name].dtype != state[name].dtype},
     }
+    if (tuning := tuning_of(student)) is not None:
+        description["tuning"] = tuning
     target = Path(path)
     if not target.parent.is_dir():
         raise CheckpointError(f"cannot write {target}: the folder {target.parent} does not exist")
@@ -115,6 +119,8 @@ def load(path: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.
         warn_of_bfloat16(student)
     _fill(student, tensors, path, strict=description["host_weights"])
     _check_types(student.eval(), path)
+    if "tuning" in description:
+        note_tuning(student, description["tuning"])
     return student
 
 
@@ -244,6 +250,8 @@ def _check_description(description: Any, path: Any) -> None:
             f"this version reads up to {FORMAT_VERSION}: upgrade sparsifiner"
         )
     kinds = {"config": dict, "host": str, "model": dict, "grids": list, "host_weights": bool, "model_class": str}
+    if "tuning" in description:
+        kinds["tuning"] = dict
     if missing := sorted(set(kinds) - set(description)):
         raise CheckpointError(f"{path}: its description lacks {', '.join(missing)}")
     if wrong := next((name for name, kind in kinds.items() if not isinstance(description[name], kind)), None):

@@ -19,6 +19,16 @@ BACKENDS = ("auto", "cpu", "eager", "reference")
 PATTERNS = ("learned", "window", "axial", "strided", "bigbird", "linformer", "cells")
 TOKEN_METHODS = ("evit", "dynamicvit")
 
+Tile = tuple[int, int] | None
+
+
+class LayerSettings(NamedTuple):
+    """What may differ from attention layer to attention layer; as `SparseConfig` has it for all of them."""
+
+    keep: float
+    dense: bool
+    tile: Tile
+
 
 class BlockTokens(NamedTuple):
     """How many tokens are no patches to a block's attention, and how many its attention and feed-forward part see."""
@@ -101,7 +111,8 @@ class SparseConfig:
         basis_threshold: entries of ``w_up`` up to this count as zero in the selection.
         residual: add back the low-rank estimate of what was dropped; off is the paper's own output.
         tile: patch queries of a ``(rows, columns)`` tile of the grid share one list of keys; None for a
-            list per query. Tiles that do not divide the grid are cut at its border.
+            list per query. Tiles that do not divide the grid are cut at its border. Or a list of such, one per
+            attention layer, as `tune` writes it.
         backend: what computes it: ``"auto"`` takes the best that can run; the others are the names `sparsifiner info`
             lists. All compute the same function, to rounding.
         dense: attention layers, counted from 0, that run the host's dense attention whatever ``keep`` says. `tune`
@@ -128,7 +139,7 @@ class SparseConfig:
     tau: float = 0.05
     basis_threshold: float = 0.01
     residual: bool = True
-    tile: tuple[int, int] | None = None
+    tile: Tile | Sequence[Tile] = None
     backend: str = "auto"
     dense: Sequence[int] = ()
     narrow: bool = False
@@ -159,8 +170,7 @@ class SparseConfig:
         for name in ("residual", "narrow"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {value!r}")
-        if self.tile is not None:
-            object.__setattr__(self, "tile", _sides(self.tile, "tile", ", or None"))
+        object.__setattr__(self, "tile", _tiles(self.tile))
         object.__setattr__(self, "cells", _levels(self.cells))
         if not _is_real(self.tolerance) or not 0 <= self.tolerance <= sys.float_info.max:
             raise ConfigError(f"tolerance must be a number of at least 0, got {self.tolerance!r}")
@@ -173,7 +183,7 @@ class SparseConfig:
         object.__setattr__(self, "dense", _numbers(self.dense, "dense", "layers"))
         if self.pattern not in PATTERNS:
             raise ConfigError(f"unknown pattern {self.pattern!r}: choose one of {', '.join(PATTERNS)}")
-        if self.pattern not in ("learned", "cells") and self.tile is not None:
+        if self.pattern not in ("learned", "cells") and self.tiles:
             raise ConfigError("tiles share lists that depend on the image: set tile=None for fixed patterns")
         if isinstance(self.tokens, dict):  # from JSON
             try:
@@ -203,11 +213,30 @@ class SparseConfig:
             )
         return tuple(self.keep)
 
-    def per_layer(self, num_layers: int) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-        """Of each layer, ``keep`` and whether it is listed in ``dense``; or says what does not fit."""
+    @property
+    def tiles(self) -> tuple[Any, ...]:
+        """The tiles in use, each once."""
+        return tuple(dict.fromkeys(tile for tile in _listed(self.tile) or [self.tile] if tile is not None))
+
+    def tile_per_layer(self, num_layers: int) -> tuple[Tile, ...]:
+        """The tile of each layer, or says that the list does not fit."""
+        tile: Any = self.tile
+        if (listed := _listed(tile)) is None:
+            return (tile,) * num_layers
+        if len(listed) != num_layers:
+            raise ConfigError(
+                f"tile lists {len(listed)} tiles but the model has {num_layers} attention layers: give one, or one per "
+                "layer"
+            )
+        return tuple(listed)
+
+    def per_layer(self, num_layers: int) -> list[LayerSettings]:
+        """What each layer is to do; or says what does not fit."""
         if self.dense and max(self.dense) >= num_layers:
             raise ConfigError(f"dense lists layer {max(self.dense)}: the model has layers 0 to {num_layers - 1}")
-        return self.keep_per_layer(num_layers), tuple(number in self.dense for number in range(num_layers))
+        dense = (number in self.dense for number in range(num_layers))
+        found = zip(self.keep_per_layer(num_layers), dense, self.tile_per_layer(num_layers), strict=True)
+        return [LayerSettings(*layer) for layer in found]
 
     def replace(self, **changes: Any) -> SparseConfig:
         """A copy with some settings changed, validated anew."""
@@ -281,9 +310,20 @@ def spread_over_depth(keep: float, num_layers: int) -> tuple[float, ...]:
     return tuple(shares)
 
 
-def parse_tile(text: str, what: str = "tile") -> tuple[int, int] | None:
-    """What people write for ``tile``: ``2x7``, rows by columns; ``none`` for a list per query."""
+def parse_tile(text: str, what: str = "tile") -> Tile:
+    """What people write for a tile: ``2x7``, rows by columns; ``none`` for a list per query."""
     return None if text == "none" else _parse_sides(text, f"{what}: expected ROWSxCOLUMNS, such as 2x7")
+
+
+def parse_tiles(text: str, what: str = "tile") -> Tile | tuple[Tile, ...]:
+    """What people write for ``tile``: one, or one per layer between commas: ``none,4x4,...``."""
+    tiles = tuple(parse_tile(part, what) for part in text.split(","))
+    return tiles[0] if len(tiles) == 1 else tiles
+
+
+def name_tile(tile: Any) -> str:
+    """As `parse_tiles` reads it."""
+    return ",".join("none" if one is None else "x".join(map(str, one)) for one in _listed(tile) or [tile])
 
 
 def parse_cells(text: str, what: str = "cells") -> tuple[tuple[int, int], ...]:
@@ -335,6 +375,27 @@ def _levels(value: object) -> tuple[tuple[int, int], ...]:
                 "levels from fine to coarse, each a multiple of the one before"
             )
     return levels
+
+
+def _listed(tile: Any) -> Sequence[Any] | None:
+    """The tiles it lists, one per layer; None if it is one tile, which is a sequence of numbers."""
+    if not _is_list(tile) or not all(one is None or _is_list(one) for one in tile):
+        return None
+    return tile
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _tiles(value: object) -> Tile | tuple[Tile, ...]:
+    if value is None:
+        return None
+    if (listed := _listed(value)) is None:
+        return _sides(value, "tile", ", None, or a list of such, one per attention layer")
+    if not listed:
+        raise ConfigError("tile is an empty list: give (rows, columns) or None, or one of them per attention layer")
+    return tuple(None if tile is None else _sides(tile, "tile of a layer", ", or None") for tile in listed)
 
 
 def _sides(value: object, what: str, more: str = "") -> tuple[int, int]:

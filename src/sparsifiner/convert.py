@@ -34,6 +34,7 @@ class Conversion:
     grid: TokenGrid
     watchers: list[Any]
     scorers: dict[int, TokenScorer]
+    tuning: tuple[SparseConfig, dict[str, Any]] | None = None  # the settings `tune` chose, and what it measured
 
     @property
     def host(self) -> Host:
@@ -141,7 +142,7 @@ def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
         student = copy.deepcopy(model)
         sites = list(host.sites(student))
         grid = host.grid(student)
-        for site, keep, dense in zip(sites, *config.per_layer(len(sites)), strict=True):
+        for site, settings in zip(sites, config.per_layer(len(sites)), strict=True):
             site.put(
                 SparseAttention(
                     site.module,
@@ -150,8 +151,7 @@ def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
                     num_heads=site.num_heads,
                     head_dim=site.head_dim,
                     config=config,
-                    keep=keep,
-                    dense=dense,
+                    settings=settings,
                 )
             )
         scorers: dict[int, TokenScorer] = {}
@@ -225,13 +225,13 @@ def reconfigure(student: nn.Module, **changes: Any) -> None:
     record = conversion_of(student)
     config = record.config.replace(**changes)
     layers = sparse_layers(student)
-    keeps, dense = config.per_layer(len(layers))
+    per_layer = config.per_layer(len(layers))
     for layer in layers:  # before anything is changed
         layer.check(config)
     if config.tokens != record.config.tokens:
         install_pruning(student, record.host, record.grid, config.tokens, record.scorers)
-    for layer, keep, is_dense in zip(layers, keeps, dense, strict=True):
-        layer.configure(config, keep, is_dense)
+    for layer, settings in zip(layers, per_layer, strict=True):
+        layer.configure(config, settings)
     record.config = config
 
 
@@ -253,6 +253,17 @@ def converted(model: nn.Module) -> nn.Module:
 def config_of(student: nn.Module) -> SparseConfig:
     """The settings a converted model runs with now."""
     return conversion_of(student).config
+
+
+def tuning_of(student: nn.Module) -> dict[str, Any] | None:
+    """What `tune` measured when it chose the settings the model has now; None if they were not, or are others."""
+    tuning = conversion_of(student).tuning
+    return tuning[1] if tuning is not None and tuning[0] == config_of(student) else None
+
+
+def note_tuning(student: nn.Module, measured: dict[str, Any]) -> None:
+    """Keeps what was measured when the settings the model has now were chosen, for people to read."""
+    conversion_of(student).tuning = config_of(student), measured
 
 
 def sparse_layers(student: nn.Module) -> list[SparseAttention]:

@@ -68,7 +68,7 @@ def calibrate(folder, *more):
 @pytest.mark.parametrize(("sparse", "dense", "slower"), [(1.0, 2.0, ()), (2.0, 1.0, tuple(range(12)))])
 def test_tuning_on_the_command_line(folder, monkeypatch, sparse, dense, slower):
     """Only --tune changes what a model computes; without it, one line says what would be faster."""
-    timing = tuning.TuningReport((tuning.LayerTiming(sparse, dense),) * 12, 8, 17, 1)
+    timing = tuning.TuningReport((tuning.LayerTiming({"dense": dense, "per query": sparse}),) * 12, 8, 17, 1)
     monkeypatch.setattr(tuning, "time_layers", lambda *_, **__: timing)
     line = "dense attention is as fast or faster here in 12 of 12 layers (17 tokens, batch 8, 1 thread)"
     path = folder / "student.safetensors"
@@ -79,9 +79,13 @@ def test_tuning_on_the_command_line(folder, monkeypatch, sparse, dense, slower):
     assert (line in said) == bool(slower)
     result = calibrate(folder, "--tune")
     assert line not in result.stderr
-    assert "layer  sparse ms  dense ms  faster" in result.stdout
+    table = "layer  dense ms  per query ms  taken"
+    assert table in result.stdout
     assert sp.config_of(sp.load(path)).dense == slower
-    assert f"  dense: {list(slower)}" in run("info", path).stdout
+    said = run("info", path).stdout
+    assert f"  dense: {list(slower)}" in said
+    assert table in said
+    assert f"    0     {dense:.3f}         {sparse:.3f}  {'dense' if slower else 'per query'}" in said
     assert line not in run("eval", path, "--data", folder / "images").stderr
 
 
@@ -214,7 +218,8 @@ def test_convert_then_everything_else(folder, opening, tmp_path):
 
 
 def test_convert_can_be_tuned(folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(tuning, "_time", lambda *arguments: tuning.LayerTiming(2.0, 1.0))
+    slow = tuning.LayerTiming({"dense": 1.0, "per query": 2.0})
+    monkeypatch.setattr(tuning, "_time", lambda *arguments: slow)
     arguments = ["--model", NAME, "--weights", folder / "weights.safetensors", "--image-size", 64, "--batch-size", 2]
     result = run("convert", *arguments, "--tune", "--out", tmp_path / "a.safetensors", "--json")
     about = json.loads(result.stdout)

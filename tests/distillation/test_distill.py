@@ -207,7 +207,7 @@ def test_straight_through_gradient_by_hand(make):
     """Of a kept key's score as of its logit: p (dO·v - dO·O)."""
     layer = sparse_layers(make())[0]
     sp_config = layer.config.replace(residual=False)
-    layer.configure(sp_config, 0.3)
+    layer.configure(sp_config, sp_config.replace(keep=0.3).per_layer(1)[0])
     q, k, v = torch.randn(3, 1, 3, 26, 8)
     direction = torch.randn(1, 3, 26, 8)
     straight_through(layer, q, k, v).mul(direction).sum().backward()
@@ -411,21 +411,24 @@ def test_kernels_train_as_eager_does(make, data):
 
 
 def test_a_model_is_trained_in_the_form_it_was_tuned_to(make, data, tmp_path, monkeypatch):
-    timing = tuning.TuningReport((tuning.LayerTiming(1.0, 2.0), tuning.LayerTiming(2.0, 1.0)), 8, 26, 1)
-    monkeypatch.setattr("sparsifiner.distillation.run.time_layers", lambda student, images: timing)
+    times = {"dense": 2.0, "per query": 1.0, "tile 2x2": 1.5}, {"dense": 1.0, "per query": 2.0, "tile 2x2": 2.0}
+    timing = tuning.TuningReport(tuple(map(tuning.LayerTiming, times)), 8, 26, 1)
+    monkeypatch.setattr(tuning, "time_layers", lambda *_, **__: timing)
     student = make()
+    sp.reconfigure(student, tile=(2, 2))
     before = student.blocks[1].attn.predictor.w_up.clone()
     recipe = QUICK.replace(start="given")
     sp.distill(student, data, recipe, out=tmp_path / "tuned", tune=True)
     assert sp.config_of(student).dense == (1,)
     assert torch.equal(student.blocks[1].attn.predictor.w_up, before)  # a dense layer has nothing to learn here
     about = checkpoint.describe(tmp_path / "tuned")
-    assert about["config"]["dense"] == [1]
+    assert (about["config"]["dense"], about["config"]["tile"]) == ([1], [None, [2, 2]])
+    assert about["tuning"] == timing.to_dict()
     last = state.newest(tmp_path / "tuned")
     monkeypatch.undo()
     again = make()  # goes on in the form the run had, whatever a stopwatch would say today
     sp.distill(again, data, recipe, out=tmp_path / "again", resume=last, tune=True)
-    assert sp.config_of(again).dense == (1,)
+    assert sp.config_of(again) == sp.config_of(student)
     assert same(student, again)
 
 

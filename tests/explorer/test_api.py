@@ -17,6 +17,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import sparsifiner as sp
+from sparsifiner.config import parse_tiles
 from sparsifiner.convert import sparse_layers
 from sparsifiner.explorer import pictures, sessions
 from sparsifiner.explorer.app import create_app
@@ -90,12 +91,13 @@ def test_about(client):
         {"tile": "2x2", "keep": 0.2},
         {"token_keep": 0.6},
         {"token_keep": 0.5, "tile": "2x3", "residual": False, "keep": 0.2},
+        {"tile": "2x2,none,none,3x2", "keep": 0.2},
     ],
 )
 def test_maps_are_those_of_capture(client, twin, explorer, settings):
     changes = dict(settings)
     if "tile" in changes:
-        changes["tile"] = tuple(map(int, changes["tile"].split("x")))
+        changes["tile"] = parse_tiles(changes["tile"])
     if "token_keep" in changes:
         changes["tokens"] = sp.TokenConfig(changes.pop("token_keep"))
     sp.reconfigure(twin, **changes)
@@ -318,6 +320,7 @@ def test_what_is_remembered_is_bounded(subject, explorer):
         (f"run?image={IMAGE}&tile=2by2", 422, "tile must be 'none' or ROWSxCOLUMNS"),
         (f"run?image={IMAGE}&tile=0x2", 422, "tile must be"),
         (f"run?image={IMAGE}&tile=6x1", 422, "larger than the grid"),
+        (f"run?image={IMAGE}&tile=2x2,none", 422, "tile lists 2 tiles but the model has 4"),
         (f"run?image={IMAGE}&tile=99999999999x1", 422, "tile must be"),
         (f"run?image={IMAGE}&token_keep=0", 422, "the tokens' keep must be"),
         (f"run?image={IMAGE}&token_keep=nan", 422, "the tokens' keep must be"),

@@ -95,7 +95,7 @@ def brute_force(student, images):
         connections = capture.mask[:, :, 1:].sum().item() / len(images)
         core += 2 * n * heads * d + 2 * connections * d
         used = capture.coefficients[:, :, 1:] > layer.config.tau
-        if layer.config.tile is not None:
+        if layer.tile is not None:
             groups = capture.connectivity.members
             used = torch.stack([used[:, :, [t - 1 for t in g if t > 0]].any(2) for g in groups.tolist()], 2)
         basis = layer.predictor.w_up > layer.basis_threshold

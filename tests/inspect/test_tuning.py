@@ -10,10 +10,12 @@ from torch.nn import functional
 
 import sparsifiner as sp
 from sparsifiner import checkpoint
-from sparsifiner.convert import sparse_layers
-from sparsifiner.errors import ConfigError, DataError
+from sparsifiner.convert import note_tuning, sparse_layers, tuning_of
+from sparsifiner.errors import CheckpointError, ConfigError, DataError
 from sparsifiner.inspect import tuning
+from sparsifiner.inspect.speed import Timing
 from sparsifiner.nn.attention import SparseAttention
+from sparsifiner.ops import cpu
 
 from ..toys import make_vit
 
@@ -99,6 +101,132 @@ def test_tune_writes_what_pays_into_the_config(student, vit, photos, slow, tmp_p
     torch.testing.assert_close(again(photos), sparse, rtol=1e-5, atol=1e-5)
 
 
+TIMES = {"dense": 1.0, "per query": 0.5, "tile 2x2": 0.4, "tile 4x4": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "chosen"),
+    [
+        ({}, "tile 4x4"),
+        ({"tile 4x4": 0.39}, "tile 2x2"),  # as fast within noise, and loses less
+        ({"tile 4x4": 0.49, "tile 2x2": 0.49}, "per query"),
+        ({"tile 4x4": 0.98, "tile 2x2": 1.0, "per query": 2.0}, "dense"),
+        ({"tile 4x4": 0.97, "tile 2x2": 1.0, "per query": 2.0}, "tile 4x4"),
+        ({"tile 4x4": 0.95, "tile 2x2": 0.975, "per query": 2.0}, "tile 4x4"),  # 2x2 does not beat dense beyond doubt
+        ({"dense": 0.1}, "dense"),
+    ],
+)
+def test_speed_is_taken_only_beyond_noise(changes, chosen):
+    assert tuning.LayerTiming(TIMES | changes).chosen == chosen
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Says what times layers have, one after the other."""
+
+    def say(*layers):
+        left = iter(layers)
+
+        def take_turns(runs, seconds):
+            times = next(left)
+            assert set(runs) == set(times)
+            for run in runs.values():
+                run()
+            return {name: Timing(times[name], 0.0, 0.0, 0.0, 1) for name in runs}
+
+        monkeypatch.setattr(tuning, "take_turns", take_turns)
+
+    return say
+
+
+@torch.inference_mode()
+def test_each_layer_gets_its_own_form(vit, photos, timed, tmp_path):
+    student = sp.sparsify(vit, CONFIG.replace(tile=(2, 2)))
+    timed({"dense": 9.0, "per query": 1.0, "tile 2x2": 2.0}, {"dense": 9.0, "per query": 2.0, "tile 2x2": 1.0})
+    report = sp.tune(student, photos)
+    assert sp.config_of(student) == CONFIG.replace(tile=[None, (2, 2)])
+    assert [layer.tile for layer in sparse_layers(student)] == [None, (2, 2)]
+    expected = student(photos)
+    sp.save(student, tmp_path / "a.safetensors")
+    assert checkpoint.describe(tmp_path / "a.safetensors")["tuning"] == report.to_dict()
+    again = sp.load(tmp_path / "a.safetensors", model=make_vit())
+    assert sp.config_of(again) == sp.config_of(student)
+    assert torch.equal(again(photos), expected)
+    read = tuning.TuningReport.from_dict(tuning_of(again))
+    assert read == report
+    assert str(read) == str(report)
+
+    # The two layers are what they are in a model that has their tile everywhere.
+    for number, tile in enumerate((None, (2, 2))):
+        whole, q = copy.deepcopy(student), torch.randn(2, 2, 26, 8)
+        sp.reconfigure(whole, tile=tile)
+        layers = sparse_layers(student)[number], sparse_layers(whole)[number]
+        assert torch.equal(*(layer.attend(q, q, q) for layer in layers))
+
+    # What was measured goes with the settings it led to, and with no others.
+    sp.reconfigure(again, keep=0.3)
+    assert tuning_of(again) is None
+    sp.reconfigure(again, keep=0.2)
+    assert tuning_of(again) is not None
+    sp.reconfigure(again, dense=(), tile=(2, 2))  # and can be taken back
+    sp.save(again, tmp_path / "b.safetensors")
+    assert "tuning" not in checkpoint.describe(tmp_path / "b.safetensors")
+
+    # Tuned again, a layer may take the tile that only another has now; one that becomes dense keeps its own.
+    timed({"dense": 9.0, "per query": 2.0, "tile 2x2": 1.0}, {"dense": 1.0, "per query": 2.0, "tile 2x2": 1.0})
+    sp.tune(student, photos)
+    assert sp.config_of(student) == CONFIG.replace(tile=(2, 2), dense=[1])
+
+
+@torch.inference_mode()
+def test_tiles_of_the_callers_choice(student, photos, timed):
+    times = {"dense": 9.0, "per query": 4.0, "tile 2x2": 3.0, "tile 5x5": 1.0}
+    timed(times, times)
+    report = sp.tune(student, photos, tiles=[(5, 5), [2, 2], None])
+    assert list(report.layers[0].milliseconds) == list(times)  # by what they lose, whatever the order they were named
+    assert sp.config_of(student).tile == (5, 5)
+    timed({"dense": 9.0, "tile 3x2": 1.0}, {"dense": 9.0, "tile 3x2": 1.0})
+    sp.tune(student, photos, tiles=[(3, 2)])
+    assert sp.config_of(student).tile == (3, 2)
+    for nonsense, message in (([], "tiles is empty"), ([(0, 2)], "tile must be two whole numbers")):
+        with pytest.raises(ConfigError, match=message):
+            sp.tune(student, photos, tiles=nonsense)
+
+
+def test_forms_are_timed_as_they_run(vit, photos):
+    """A form that is timed is the layer with that tile, and looks its groups up once."""
+    student = sp.sparsify(vit, CONFIG)
+    seen = []
+
+    class Noted(SparseAttention):
+        def attend(self, q, k, v):
+            before = self._groups
+            seen.append((self.tile, before is not None))
+            return super().attend(q, k, v)
+
+    for layer in sparse_layers(student):
+        layer.__class__ = Noted
+    sp.tune(student, photos, tiles=[None, (2, 2)], seconds=0.001)
+    warm = seen[len(seen) // 2 :]
+    assert {tile for tile, _ in warm} == {None, (2, 2)}
+    if cpu.unavailable() is None:  # the others make no notes
+        assert all(known for _, known in seen[4:10])
+
+
+def test_what_a_file_says_of_tuning_is_checked(student, photos, tmp_path):
+    good = sp.tune(student, photos, seconds=0.001).to_dict()
+    for spoil in (
+        {"layers": 3}, {"layers": [3]}, {"layers": [{"milliseconds": {"per query": 1.0}}]},
+        {"layers": [{"milliseconds": {"dense": []}}]}, {"images": "x"}, {"threads": None},
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match="what tune noted is damaged"):
+            tuning.TuningReport.from_dict(good | spoil)
+    note_tuning(student, [])
+    sp.save(student, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointError, match="its description is damaged: tuning"):
+        sp.load(tmp_path / "a.safetensors", model=make_vit())
+
+
 @torch.inference_mode()
 def test_one_layer_dense(student, vit, photos):
     for number in (0, 1):
@@ -122,7 +250,8 @@ def test_timing_changes_nothing(student, photos):
     report = tuning.time_layers(student, iter([(photos[:2], None), (photos, None)]), seconds=0.001)
     assert report.images == 2  # the first batch
     first, second = report.layers
-    assert first.sparse is None  # dense by its budget
+    assert first.milliseconds == {}  # dense by its budget
+    assert (first.dense, first.sparse) == (None, None)
     assert second.sparse > 0  # timed although it is dense by setting
     assert second.dense > 0
     assert student.training

@@ -56,7 +56,8 @@ def calibrate(
         )
     common.use_threads(threads)
     host = common.host_model(model, weights, image_size)
-    chosen = common.given(n_down=n_down, tau=tau, basis_threshold=basis_threshold, tile=common.parse_tile(tile))
+    chosen = common.given_form(tile, None, None, None)
+    chosen |= common.given(n_down=n_down, tau=tau, basis_threshold=basis_threshold)
     config = sp.suggest_config(host, common.parse_keep(keep), pattern=pattern, residual=residual, **chosen)
     student = sp.sparsify(host, config)
     source = common.loader(
@@ -73,10 +74,8 @@ def calibrate(
     )
     with show_progress() as bars:
         report = sp.calibrate(student, source, progress=bars.start)
-        timing = time_layers(student, source, progress=bars.start)
+        timing = (sp.tune if tune else time_layers)(student, source, progress=bars.start)
     common.say_skipped(source)
-    if tune:
-        sp.reconfigure(student, dense=timing.dense)
     sp.save(student, out, host_weights=not predictors_only)
     if not tune:
         common.say_where_dense_is_faster(timing)

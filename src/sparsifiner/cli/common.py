@@ -43,7 +43,10 @@ BasisThreshold = Annotated[
 ]
 Tile = Annotated[
     str | None,
-    typer.Option(help="Share lists in tiles of the patch grid, such as 2x2; 'none' for a list per query."),
+    typer.Option(
+        help="Share lists in tiles of the patch grid, such as 2x2; 'none' for a list per query; or one per layer: "
+        "none,4x4,..."
+    ),
 ]
 Pattern = Annotated[
     str | None,
@@ -87,7 +90,7 @@ Workers = Annotated[int, typer.Option(min=0, help="Processes that decode images 
 SkipUnreadable = Annotated[bool, typer.Option("--skip-unreadable", help="Pass over broken images and count them.")]
 Tune = Annotated[
     bool,
-    typer.Option("--tune", help="Make layers dense in which sparse attention is not faster on this machine."),
+    typer.Option("--tune", help="Give each layer the form that is fastest here: per query, in tiles or dense."),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores if not given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print figures as JSON.")]
@@ -115,14 +118,14 @@ def parse_numbers(text: str, option: str) -> tuple[float, ...]:
         raise ConfigError(f"{option}: expected numbers between commas, got {text!r}") from None
 
 
-def parse_tile(text: str | None) -> tuple[int, int] | None:
+def parse_tile(text: str) -> config.Tile:
     """``2x7``: rows by columns; ``none`` for a list per query."""
-    return None if text is None else config.parse_tile(text, "--tile")
+    return config.parse_tile(text, "--tile")
 
 
 def given_form(tile: str | None, cells: str | None, breadth: float | None, tolerance: float | None) -> dict[str, Any]:
     """What --tile, --cells, --breadth and --tolerance say, those that were given."""
-    found = {} if tile is None else {"tile": parse_tile(tile)}
+    found = {} if tile is None else {"tile": config.parse_tiles(tile, "--tile")}
     sizes = None if cells is None else config.parse_cells(cells, "--cells")
     return found | given(cells=sizes, breadth=breadth, tolerance=tolerance)
 
@@ -242,7 +245,11 @@ def print_json(content: Any) -> None:
 def describe_form(found: SparseConfig) -> str:
     """One line on how a model that opens cells does it."""
     keep = ", ".join(f"{rate:g}" for rate in (found.keep if isinstance(found.keep, Sequence) else [found.keep]))
-    shared = "each query opens its own" if found.tile is None else f"tiles of {_by(found.tile)} queries open the same"
+    shared = "each query opens its own"
+    if found.tiles:
+        shared = f"tiles of {' and '.join(map(_by, found.tiles))} queries open the same"
+    if len(layers := config.name_tile(found.tile).split(",")) > 1:
+        shared += f", by layer: {' '.join(layers)}"
     levels = ", ".join(map(_by, found.cells))
     refined = f", breadth {found.breadth:g}" if len(found.cells) > 1 else ""
     refined += f", where the error is over {found.tolerance:g}" if found.tolerance else ""
@@ -268,8 +275,8 @@ def say_where_dense_is_faster(timing: TuningReport, already: Sequence[int] = ())
     if slower:
         typer.echo(
             f"dense attention is as fast or faster here in {len(slower)} of {len(timing.layers)} layers "
-            f"({timing.conditions}): sparsifiner.tune, or --tune of convert, calibrate and train, makes these layers "
-            "dense",
+            f"({timing.conditions}): sparsifiner.tune, or --tune of convert, calibrate and train, gives each layer the "
+            "form that is fastest",
             err=True,
         )
 

@@ -24,12 +24,23 @@ def info(
         common.print_json(content)
         return
     for key, value in content.items():  # a checkpoint's can be any, also what moves a terminal's cursor
-        if isinstance(value, dict):
+        if checkpoint is not None and key == "tuning":
+            _print_tuning(value)
+        elif isinstance(value, dict):
             typer.echo(one_line(f"{key}:"))
             for name, item in value.items():
                 typer.echo(one_line(f"  {name}: {item}"))
         else:
             typer.echo(one_line(f"{key}: {value}"))
+
+
+def _print_tuning(measured: dict[str, Any]) -> None:
+    """Why layers have the form they have."""
+    from sparsifiner.inspect.tuning import TuningReport
+
+    typer.echo("tuning:")
+    for line in str(TuningReport.from_dict(measured)).splitlines():
+        typer.echo(f"  {one_line(line)}")
 
 
 def _environment() -> dict[str, Any]:

@@ -15,7 +15,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from sparsifiner.config import SparseConfig, TokenConfig, parse_cells, parse_tile
+from sparsifiner.config import SparseConfig, TokenConfig, parse_cells, parse_tiles
 from sparsifiner.errors import ConfigError, reason_of
 from sparsifiner.files import parse_json
 
@@ -44,7 +44,9 @@ class Recipe:
         None, "Basis entries up to this count as zero; 2 / tokens if not given.", low=0
     )
     tile: str | None = _option(
-        None, "Share lists in tiles of the grid, such as 2x2; none for a list per query. The model's own if not given."
+        None,
+        "Share lists in tiles of the grid, such as 2x2; none for a list per query; or one per layer, between commas. "
+        "The model's own if not given.",
     )
     pattern: Literal["learned", "cells", "window", "axial", "strided", "bigbird", "linformer"] | None = _option(
         None,
@@ -200,7 +202,7 @@ class Recipe:
         names = ("n_down", "tau", "basis_threshold", "pattern", "cells", "breadth", "tolerance", "tile")
         chosen = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.tile is not None:
-            chosen["tile"] = parse_tile(self.tile)
+            chosen["tile"] = parse_tiles(self.tile)
         if self.cells is not None:
             chosen["cells"] = parse_cells(self.cells)
         return chosen | {"tokens": self.tokens(), "residual": self.residual}

@@ -22,7 +22,7 @@ from sparsifiner.distillation.processes import Processes, joined
 from sparsifiner.distillation.recipe import Recipe
 from sparsifiner.distillation.teacher import LiveTeacher, Predict, cached, own_predictions
 from sparsifiner.errors import CheckpointError, ConfigError
-from sparsifiner.inspect.tuning import time_layers
+from sparsifiner.inspect.tuning import tune as tune_layers
 from sparsifiner.progress import Bar, Progress
 
 RESULT = "student.safetensors"
@@ -91,8 +91,8 @@ def distill(
             best is kept.
         teacher_cache: where the teacher's outputs are kept, if the recipe says so; in ``out`` if not given. Runs of the
             same teacher on the same images can share it.
-        tune: make layers dense in which sparse attention is not faster on this machine, before training them; a run
-            that is resumed stays as it was.
+        tune: give each layer the form that is fastest on this machine, before training them (`sparsifiner.tune`); a
+            run that is resumed stays as it was.
         workers: processes that read images.
         device: ``"cpu"`` or ``"cuda"``; a GPU if there is one.
         tensorboard: also write event files.
@@ -123,7 +123,8 @@ def distill(
             _make(folder)
         if resumed is not None:
             state.read_state(resumed)  # says what is wrong if it is no checkpoint of a run
-            reconfigure(student, dense=checkpoint.describe(resumed)["config"].get("dense", ()))
+            before = checkpoint.describe(resumed)["config"]
+            reconfigure(student, **{name: before[name] for name in ("dense", "tile") if name in before})
         else:
             _start(student, training, recipe, progress if processes.first else None)
             if tune:
@@ -223,14 +224,19 @@ def _start(student: nn.Module, data: TrainingSet, recipe: Recipe, progress: Prog
 
 def _tune(student: nn.Module, data: TrainingSet, processes: Processes) -> None:
     """What pays on the first process's machine holds for all."""
-    layers = sparse_layers(student)
-    dense = torch.zeros(len(layers), device=processes.device)
+    layers, tiles = len(sparse_layers(student)), (None, *config_of(student).tiles)
+    dense, tile = (torch.zeros(layers, device=processes.device) for _ in range(2))
     if processes.first:
         samples = (data.images[index] for index in range(min(TUNING_IMAGES, len(data))))
         images = torch.stack([sample[0] for sample in samples if isinstance(sample, tuple)])
-        dense[list(time_layers(student, images).dense)] = 1
-    processes.share([dense])
-    reconfigure(student, dense=dense.nonzero().flatten().tolist())
+        tune_layers(student, images)
+        for number, settings in enumerate(config_of(student).per_layer(layers)):
+            dense[number], tile[number] = settings.dense, tiles.index(settings.tile)
+    processes.share([dense, tile])
+    if not processes.first:
+        chosen = [tiles[number] for number in tile.int().tolist()]
+        tile_or_tiles = chosen if len(set(chosen)) > 1 else chosen[0]
+        reconfigure(student, dense=dense.nonzero().flatten().tolist(), tile=tile_or_tiles)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsifiner import __version__
-from sparsifiner.config import SparseConfig, TokenConfig
+from sparsifiner.config import SparseConfig, TokenConfig, name_tile
 from sparsifiner.errors import ConfigError
 from sparsifiner.explorer import pictures, sessions
 from sparsifiner.explorer.anatomy import Anatomy
@@ -55,7 +55,7 @@ def _settings(config: SparseConfig) -> dict[str, Any]:
         "tau": config.tau,
         "basis_threshold": config.basis_threshold,
         "residual": config.residual,
-        "tile": "none" if config.tile is None else f"{config.tile[0]}x{config.tile[1]}",
+        "tile": name_tile(config.tile),
         "token_keep": 1.0 if config.tokens is None else config.tokens.keep,
     }
 
@@ -64,14 +64,17 @@ def change(config: SparseConfig, anatomy: Anatomy, given: dict[str, Any]) -> Spa
     """The model's own settings, but for those that are given and not None; checked."""
     changes = {name: value for name, value in given.items() if value is not None}
     if "tile" in changes:
-        changes["tile"] = _tile(changes["tile"], anatomy.grid)
+        tiles = [_tile(part, anatomy.grid) for part in changes["tile"].split(",")]
+        changes["tile"] = tiles if len(tiles) > 1 else tiles[0]
     if "token_keep" in changes:
         own = config.tokens or TokenConfig(0.5)
         tokens = TokenConfig(changes.pop("token_keep"), own.method, own.blocks, own.fuse)
         changes["tokens"] = None if tokens.keep == 1 else tokens
         if changes["tokens"] and anatomy.token_blocks is None:
             raise ConfigError("this model's blocks cannot drop tokens: leave token_keep at 1")
-    return config.replace(**changes)
+    changed = config.replace(**changes)
+    changed.per_layer(len(anatomy.basis))
+    return changed
 
 
 def _tile(text: str, grid: tuple[int, int]) -> tuple[int, int] | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsifiner.config import SparseConfig
+from sparsifiner.config import SparseConfig, name_tile
 from sparsifiner.convert import config_of, dense_mode, host_of, reconfigure, sparse_layers
 from sparsifiner.errors import DataError
 from sparsifiner.inspect.flops import count_flops
@@ -63,7 +63,8 @@ def tiled(tile: tuple[int, int]) -> Form:
 
 def opening(config: SparseConfig) -> Form:
     """Attention at several resolutions, as these settings have it; with a predictor or without."""
-    shared = "" if config.tile is None else f" + tile {config.tile[0]}x{config.tile[1]}"
+    tiles = ", ".join(map(name_tile, config.tiles))
+    shared = f" + tile {tiles}" if tiles else ""
     own = {"tile": config.tile, "cells": config.cells, "breadth": config.breadth, "tolerance": config.tolerance}
     return Form(f"cells{shared}", {"pattern": "cells", "residual": True, **own})
 

@@ -90,8 +90,7 @@ class SparseAttention(StandIn):
         num_heads: int,
         head_dim: int,
         config: configuration.SparseConfig,
-        keep: float,
-        dense: bool = False,
+        settings: configuration.LayerSettings,
     ) -> None:
         super().__init__(host)
         self.adapter = adapter
@@ -106,7 +105,7 @@ class SparseAttention(StandIn):
         self._groups: tuple[tuple, Tensor] | None = None  # of the last grid and tile
         self._pattern: tuple[tuple, Tensor] | None = None  # of the last grid, pattern and budget
         self.core: Core | None = None  # stands in for predict-and-attend: oracles and baselines to compare with
-        self.configure(config, keep, dense)
+        self.configure(config, settings)
         self.complete()
 
     @property
@@ -135,16 +134,11 @@ class SparseAttention(StandIn):
         """Those who are shown what this thread's calls attend to."""
         return self._observers.state
 
-    def configure(self, config: configuration.SparseConfig, keep: float, dense: bool = False) -> None:
-        """Takes new settings, those that `check` lets pass.
-
-        Args:
-            config: of the whole model.
-            keep: of this layer.
-            dense: whether this layer runs dense, whatever it could keep.
-        """
+    def configure(self, config: configuration.SparseConfig, settings: configuration.LayerSettings) -> None:
+        """Takes new settings, those that `check` lets pass: of the whole model, and of this layer."""
         self.check(config)
-        self.config, self.keep, self.dense = config, keep, dense
+        self.config = config
+        self.keep, self.dense, self.tile = settings
 
     def check(self, config: configuration.SparseConfig) -> None:
         """An error if this layer cannot take these settings: its predictor fixes ``n_down``, the lack of one cells."""
@@ -253,7 +247,7 @@ class SparseAttention(StandIn):
             breadth=self.config.breadth,
             tolerance=self.config.tolerance,
             num_prefix=self.grid.prefix,
-            tile=self.config.tile,
+            tile=self.tile,
             closed=self.config.residual,
         )
 
@@ -299,7 +293,7 @@ class SparseAttention(StandIn):
         )
 
     def _query_groups(self, device: torch.device) -> Tensor:
-        key = (self.grid.size, self.grid.prefix, self.config.tile, device)
+        key = (self.grid.size, self.grid.prefix, self.tile, device)
         if torch.compiler.is_compiling():
             return query_groups(*key).int()
         known = self._groups  # looked at once: another thread may put its own here at any time
@@ -333,7 +327,7 @@ class SparseAttention(StandIn):
             num_prefix=prefix,
             tau=self.config.tau,
             basis_threshold=self.basis_threshold,
-            tile=self.config.tile,
+            tile=self.tile,
             scale=self.scale,
             backend=self.config.backend,
             positions=positions,
@@ -360,4 +354,4 @@ class SparseAttention(StandIn):
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""
-        return f"keep={self.keep}, residual={self.config.residual}, tile={self.config.tile}"
+        return f"keep={self.keep}, residual={self.config.residual}, tile={self.tile}"

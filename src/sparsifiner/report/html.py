@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from sparsifiner import __version__
-from sparsifiner.config import SparseConfig
+from sparsifiner.config import SparseConfig, name_tile
 from sparsifiner.convert import config_of, conversion_of, sparse_layers
 from sparsifiner.files import replacing
 from sparsifiner.inspect.compare import Row
@@ -91,9 +91,9 @@ def _about(student: nn.Module) -> str:
         "keys kept": keep,
         "chosen by": {"learned": "the predictor", "cells": "the means of cells"}.get(config.pattern, config.pattern),
         **_form(config),
-        "tile": "a list for each query"
-        if config.tile is None
-        else f"{config.tile[0]} x {config.tile[1]} queries share a list",
+        "tile": f"{name_tile(config.tile).replace(',', ', ')} queries share a list"
+        if config.tiles
+        else "a list for each query",
         "tokens": tokens,
         "parameters": f"{sum(p.numel() for p in student.parameters()) / 1e6:.2f} M, of which predictors {ours:.2f} M",
     }

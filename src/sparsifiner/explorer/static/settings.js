@@ -87,8 +87,9 @@ export function buildTiles() {
   const sides = [[2, 2], [2, 4], [4, 4], [1, columns]].filter(([down, across]) => down <= rows && across <= columns);
   const names = new Set(["none", page.about.settings.tile, ...sides.map((tile) => tile.join("x"))]);
   if (page.state.settings.tile) names.add(page.state.settings.tile);
+  const told = (name) => (name === "none" ? "none: a list for each" : name.replace("x", " × "));
   const options = [...names].map((name) =>
-    element("option", { value: name, textContent: name === "none" ? "none: a list for each" : name.replace("x", " × ") }),
+    element("option", { value: name, textContent: name.includes(",") ? "the model’s own, by layer" : told(name) }),
   );
   find("tile").replaceChildren(...options);
 }

@@ -39,7 +39,8 @@ function droppedCells() {
 }
 
 function tileNow() {
-  const { tile } = page.run.settings;
+  const tiles = page.run.settings.tile.split(","); // one, or one per layer
+  const tile = tiles[page.state.layer] ?? tiles[0];
   return tile === "none" || layerNow().dense ? null : tile.split("x").map(Number);
 }
 

@@ -88,10 +88,13 @@ function readSettings(take, about) {
   take(
     "tile",
     (text) => {
-      const sides = /^(\d+)x(\d+)$/.exec(text)?.slice(1).map(Number);
       const { grid } = about.model;
-      const fits = sides && sides.every((side, axis) => side >= 1 && side <= grid[axis]);
-      return text === "none" || fits ? { into: (s) => (s.settings.tile = text) } : undefined;
+      const fits = (tile) => {
+        const sides = /^(\d+)x(\d+)$/.exec(tile)?.slice(1).map(Number);
+        return tile === "none" || sides?.every((side, axis) => side >= 1 && side <= grid[axis]);
+      };
+      const own = text === about.settings.tile; // which may be one per layer
+      return own || fits(text) ? { into: (s) => (s.settings.tile = text) } : undefined;
     },
     "it is none or ROWSxCOLUMNS within the grid",
   );
