@@ -6,12 +6,13 @@ next, and what they take is summed: a layer's inputs are then in the cache for a
 where the layer's own projection has just written them. Writes results/MACHINE/cells-speed.csv.
 
     python benchmarks/cells_speed.py
-    python benchmarks/cells_speed.py --pixels 512 --threads 1 --seconds 2
+    python benchmarks/cells_speed.py --pixels 512 --threads 1 --types bfloat16 --seconds 2
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -108,37 +109,46 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pixels", default="224,384,512,1024", help="sides of the photos, between commas")
     parser.add_argument("--threads", default="1,2", help="thread counts, between commas")
+    parser.add_argument("--types", default="float32,bfloat16", help="of queries, keys and values, between commas")
     parser.add_argument("--seconds", type=float, default=2.0, help="for each candidate, all layers together")
     arguments = parser.parse_args()
     student, images = student_and_images(49, 1 / 49)
     rows: list[dict[str, Any]] = []
-    for pixels in map(int, arguments.pixels.split(",")):
+    sizes = [int(pixels) for pixels in arguments.pixels.split(",")]
+    types: list[str] = arguments.types.split(",")
+    for pixels, dtype in itertools.product(sizes, types):
         batch = 8 if pixels < 300 else 2 if pixels < 1000 else 1
         shown = resized(student, images[:batch], pixels)
-        depth = len(sparse_layers(student))
-        layers = [problem_from(student, shown, (layer,)).to(torch.float32) for layer in range(depth)]
-        n, heads = layers[0].q.shape[2], layers[0].q.shape[1]
-        lengths = {
-            key: sum(opening.levels().longest for opening in settings) / depth
-            for key, settings in openings(layers).items()
-        }
+        depth = range(len(sparse_layers(student)))
+        layers = [problem_from(student, shown, (layer,)).to(getattr(torch, dtype)) for layer in depth]
         for threads in map(int, arguments.threads.split(",")):
             torch.set_num_threads(threads)
-            for make in (forward_runs, training_runs) if n == BACKWARD_AT else (forward_runs,):
-                times = summed(layers, make, arguments.seconds)
-                dense = next(iter(times.values()))
-                for (name, keep), (minimum, median) in times.items():
-                    row = {"n": n, "batch": batch, "heads": heads, "layers": depth, "form": name, "keep": keep}
-                    row["list"] = round(lengths.get((name.removeprefix("training, "), keep), 0)) or ""
-                    row |= {"minimum_ms": minimum, "median_ms": median}
-                    row |= {"speed_up": dense[0] / minimum, "speed_up_median": dense[1] / median}
-                    rows.append(row | {"threads": threads, "load": environment()["load"]})
-                    print(
-                        f"{threads} threads, n={n} {name:45s} keep {keep} (list {row['list']}): "
-                        f"{minimum:8.2f} ms, {row['speed_up']:.2f}x ({row['speed_up_median']:.2f}x)",
-                        flush=True,
-                    )
-                write_csv(rows, machine_results() / "cells-speed.csv")
+            measure(rows, layers, dtype, arguments.seconds)
+
+
+def measure(rows: list[dict[str, Any]], layers: list[Problem], dtype: str, seconds: float) -> None:
+    """Adds a row for each candidate at this size, type and number of threads, and writes the table."""
+    batch, heads, n = layers[0].q.shape[:3]
+    depth, threads = len(layers), torch.get_num_threads()
+    lengths = {
+        key: sum(opening.levels().longest for opening in settings) / depth for key, settings in openings(layers).items()
+    }
+    with_training = n == BACKWARD_AT and layers[0].q.dtype == torch.float32
+    for make in (forward_runs, training_runs) if with_training else (forward_runs,):
+        times = summed(layers, make, seconds)
+        dense = next(iter(times.values()))
+        for (name, keep), (minimum, median) in times.items():
+            row = {"n": n, "batch": batch, "heads": heads, "layers": depth, "type": dtype, "form": name, "keep": keep}
+            row["list"] = round(lengths.get((name.removeprefix("training, "), keep), 0)) or ""
+            row |= {"minimum_ms": minimum, "median_ms": median}
+            row |= {"speed_up": dense[0] / minimum, "speed_up_median": dense[1] / median}
+            rows.append(row | {"threads": threads, "load": environment()["load"]})
+            print(
+                f"{threads} threads, {dtype}, n={n} {name:45s} keep {keep} (list {row['list']}): "
+                f"{minimum:8.2f} ms, {row['speed_up']:.2f}x ({row['speed_up_median']:.2f}x)",
+                flush=True,
+            )
+        write_csv(rows, machine_results() / "cells-speed.csv")
 
 
 if __name__ == "__main__":
