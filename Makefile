@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: help demo explore test browser lint format bench sanitize clean
+.PHONY: help demo explore test browser lint format bench sanitize arm clean
 
 help:
 	@echo "make demo    train a small ViT on digits, make it sparse, print the table (about 2 minutes)"
@@ -13,6 +13,7 @@ help:
 	@echo "make lint    ruff and pyright"
 	@echo "make format  let ruff rewrite the sources"
 	@echo "make sanitize  the kernels' tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer"
+	@echo "make arm     the kernels for AArch64, cross-compiled and tested in an emulator (Debian's cross-compiler and qemu-user)"
 	@echo "make bench   remake benchmarks/results, times in a folder of this machine's name (needs the real weights and images)"
 
 # The stamp is written last, so an interrupted install is repeated and never half used.
@@ -69,6 +70,13 @@ sanitize: $(READY)
 	TSAN_OPTIONS="halt_on_error=1 suppressions=$(abspath tests/thread-sanitizer.supp)" \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" \
 	$(BIN)/python -m pytest -q --capture=sys $(KERNEL_TESTS)
+
+# The baseline's kernels for AArch64: compiled with NEON, and tested in an emulator. Right, not timed.
+ARM := aarch64-linux-gnu
+arm: $(READY)
+	@command -v $(ARM)-g++ >/dev/null && command -v qemu-aarch64 >/dev/null || ! command -v apt-get >/dev/null \
+	|| { $(ROOT) apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(ROOT) apt-get install -y -qq g++-$(ARM) qemu-user >/dev/null; }
+	$(BIN)/python tests/native/build.py --compiler $(ARM)-g++ --emulator "qemu-aarch64 -L /usr/$(ARM)" --objdump $(ARM)-objdump
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

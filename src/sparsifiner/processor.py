@@ -80,6 +80,11 @@ def fault() -> str | None:
     return _known["fault"]
 
 
+def is_sound() -> bool:
+    """Whether torch's bfloat16 can be used in this process: it does no harm here, or somebody has limited it."""
+    return VARIABLE in os.environ or fault() is None
+
+
 def limit() -> None:
     """Tells oneDNN to do without AMX where that faults; call it before torch is imported. A user's own limit stays."""
     if VARIABLE not in os.environ and (found := fault()) is not None:
@@ -98,7 +103,7 @@ def describe() -> str:
 
 def warn() -> None:
     """Once, where a model is in bfloat16 and the process is not ours to change."""
-    if VARIABLE not in os.environ and fault() is not None and "warned" not in _known:
+    if not is_sound() and "warned" not in _known:
         _known["warned"] = _warning()
         warnings.warn(_known["warned"], stacklevel=4)
 

@@ -18,6 +18,16 @@ if TYPE_CHECKING:
 
 
 def bench(
+    context: typer.Context,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="The README's table for this machine, as Markdown: DeiT-Tiny at 1,025 and 4,097 tokens, the attention "
+            "alone and the whole model, float32 and bfloat16, as suggested for keep 0.1. Takes up to about three "
+            "minutes; what a slow machine has no time for is left out, and named. Only with --threads, --out, --json.",
+        ),
+    ] = False,
     tokens: Annotated[
         str, typer.Option(help="Sides of square patch grids, comma separated: 14 is 197 tokens with the class token.")
     ] = "14,24,32",
@@ -55,7 +65,7 @@ def bench(
     image_size: common.ImageSize = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="For each candidate.")] = 0.5,
     threads: common.Threads = None,
-    out: Annotated[Path | None, typer.Option(help="Write the figures to this CSV file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the figures to this CSV file; of --all, the table.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the speed-ups to this PNG file.")] = None,
     as_json: common.AsJson = False,
 ) -> None:
@@ -63,7 +73,7 @@ def bench(
 
     The operator on simulated inputs of any size, or with --model or --checkpoint a whole model.
 
-    Example: `sparsifiner bench --tokens 14,32,64 --keep 0.1 --threads 1`, or
+    Example: `sparsifiner bench --all --threads 1`, `sparsifiner bench --tokens 14,32,64 --keep 0.1 --threads 1`, or
     `sparsifiner bench --model deit_tiny_patch16_224 --image-size 512 --pattern cells --cells 2x2,4x4 --keep 0.1`
     """
     import torch
@@ -71,6 +81,10 @@ def bench(
     import sparsifiner as sp
 
     common.use_threads(threads)
+    if everything:
+        _refuse_others(context)
+        _all(out, as_json)
+        return
     kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in kinds:
         raise ConfigError(f"dtype must be float32 or bfloat16, got {dtype!r}")
@@ -113,6 +127,30 @@ def bench(
         from sparsifiner.report.plots import speed_ups
 
         speed_ups(rows, plot)
+
+
+def _refuse_others(context: typer.Context) -> None:
+    """An option that --all would take no notice of is an error."""
+    for name in context.params:
+        given = context.get_parameter_source(name)
+        if name not in ("everything", "threads", "out", "as_json") and given is not None and given.name != "DEFAULT":
+            raise ConfigError(f"--all measures what the README does: leave out --{name.replace('_', '-')}")
+
+
+def _all(out: Path | None, as_json: bool) -> None:
+    from sparsifiner.files import replacing
+    from sparsifiner.inspect.overview import overview
+    from sparsifiner.progress import show_progress
+
+    with show_progress() as bars:
+        found = overview(progress=bars.start)
+    if as_json:
+        common.print_json(found.to_dict())
+    else:
+        typer.echo(found.markdown())
+    if out is not None:
+        with replacing(out) as path:
+            path.write_text(found.markdown() + "\n")
 
 
 def operator_rows(
