@@ -11,6 +11,7 @@ import typer
 
 from sparsifiner import config
 from sparsifiner.errors import ConfigError
+from sparsifiner.sides import Sides, spelled
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,7 +44,9 @@ BasisThreshold = Annotated[
 ]
 Tile = Annotated[
     str | None,
-    typer.Option(help="Share lists in tiles of the patch grid, such as 2x2; 'none' for a list per query."),
+    typer.Option(
+        help="Share lists in tiles of the patch grid, such as 2x2, or of clips 2x4x4; 'none' for a list per query."
+    ),
 ]
 Pattern = Annotated[
     str | None,
@@ -51,7 +54,9 @@ Pattern = Annotated[
 ]
 Cells = Annotated[
     str | None,
-    typer.Option(help="For pattern cells: rows x columns of patches in a cell, finest level first, such as 2x2,4x4."),
+    typer.Option(
+        help="For pattern cells: patches in a cell, finest level first: 2x2,4x4 rows x columns; of clips 1x2x2,2x4x4."
+    ),
 ]
 Breadth = Annotated[
     float | None,
@@ -115,7 +120,7 @@ def parse_numbers(text: str, option: str) -> tuple[float, ...]:
         raise ConfigError(f"{option}: expected numbers between commas, got {text!r}") from None
 
 
-def parse_tile(text: str | None) -> tuple[int, int] | None:
+def parse_tile(text: str | None) -> Sides | None:
     """``2x7``: rows by columns; ``none`` for a list per query."""
     return None if text is None else config.parse_tile(text, "--tile")
 
@@ -242,16 +247,14 @@ def print_json(content: Any) -> None:
 def describe_form(found: SparseConfig) -> str:
     """One line on how a model that opens cells does it."""
     keep = ", ".join(f"{rate:g}" for rate in (found.keep if isinstance(found.keep, Sequence) else [found.keep]))
-    shared = "each query opens its own" if found.tile is None else f"tiles of {_by(found.tile)} queries open the same"
-    levels = ", ".join(map(_by, found.cells))
+    shared = (
+        "each query opens its own" if found.tile is None else f"tiles of {spelled(found.tile)} queries open the same"
+    )
+    levels = ", ".join(map(spelled, found.cells))
     refined = f", breadth {found.breadth:g}" if len(found.cells) > 1 else ""
     refined += f", where the error is over {found.tolerance:g}" if found.tolerance else ""
     dense = f"; dense layers: {', '.join(map(str, found.dense))}" if found.dense else ""
     return f"keep {keep}: cells of {levels} patches{refined}; {shared}{dense}"
-
-
-def _by(sides: tuple[int, int]) -> str:
-    return f"{sides[0]} x {sides[1]}"
 
 
 def say_skipped(images: ImageLoader) -> None:

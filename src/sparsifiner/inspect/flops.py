@@ -231,7 +231,7 @@ def _cells_layer(layer: SparseAttention, n: int, prefix: int, measured: LayerSta
     if measured is not None:
         keys, standing = measured.connections / layer.num_heads, measured.standing / layer.num_heads
     shared = opening.tile is not None  # a tile's mean query asks, and its queries have still to meet what stands
-    tiles = math.prod(-(-side // part) for side, part in zip(opening.grid, opening.tile or (1, 1), strict=True))
+    tiles = math.prod(-(-side // part) for side, part in zip(opening.grid, opening.tile_sides, strict=True))
     return LayerCount(
         attention=2 * prefix * n * dim + 2 * keys * dim,
         predictor=min(patches, tiles) * levels.starts[-1] * dim + 2 * patches * dim,  # spreads: squared distances

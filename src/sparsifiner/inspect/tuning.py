@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -128,11 +129,10 @@ def time_layers(
             layer.core = timed
         student(batch.to(next(student.parameters()).device))
     nothing, grid = LayerTiming(None, None), conversion_of(student).grid
-    rows, columns = grid.latest.size
     return TuningReport(
         layers=tuple(found.get(id(layer), nothing) for layer in layers),
         images=len(batch),
-        tokens=grid.num_prefix + rows * columns,
+        tokens=grid.num_prefix + math.prod(grid.latest.size),
         threads=torch.get_num_threads(),
     )
 

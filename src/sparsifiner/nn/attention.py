@@ -26,6 +26,7 @@ from sparsifiner.ops.attention import (
     sparse_attention,
 )
 from sparsifiner.ops.connectivity import Connectivity, low_rank_attention, query_groups
+from sparsifiner.sides import on_grid, spelled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +148,14 @@ class SparseAttention(StandIn):
         self.config, self.keep, self.dense = config, keep, dense
 
     def check(self, config: configuration.SparseConfig) -> None:
-        """An error if this layer cannot take these settings: its predictor fixes ``n_down``, the lack of one cells."""
+        """An error if this layer cannot take these settings: its predictor fixes ``n_down``, the lack of one cells.
+
+        Tiles and cells several frames deep need a grid of frames.
+        """
+        if config.tile is not None:
+            on_grid(config.tile, self.grid.own_size, "a tile")
+        for cell in config.cells:
+            on_grid(cell, self.grid.own_size, "a cell")
         if config.asks_predictor and not self.has_predictor:
             raise ConfigError(
                 f"pattern={config.pattern!r} asks predictors, and this model, made with pattern='cells', has none: "
@@ -310,7 +318,7 @@ class SparseAttention(StandIn):
     def _check_grid(self, n: int) -> None:
         if n != self.grid.tokens_left:
             raise ConfigError(
-                f"{n} tokens came in but the {self.grid.size[0]} x {self.grid.size[1]} grid and "
+                f"{n} tokens came in but the {spelled(self.grid.size)} grid and "
                 f"{self.grid.num_prefix} prefix tokens make {self.grid.tokens_left}"
             )
 
@@ -350,8 +358,8 @@ class SparseAttention(StandIn):
     @property
     def basis_threshold(self) -> float:
         """The threshold at the current grid: resampling spreads w_up's mass, so it scales alike."""
-        own, now = self.predictor.grid, self.grid.size
-        return self.config.basis_threshold * (own[0] * own[1]) / (now[0] * now[1])
+        own, now = math.prod(self.predictor.grid), math.prod(self.grid.size)
+        return self.config.basis_threshold * own / now
 
     def _show(self, observation: Observation) -> None:
         with torch.no_grad():

@@ -23,6 +23,7 @@ from sparsifiner.inspect.machine import environment
 from sparsifiner.inspect.statistics import LayerStatistics
 from sparsifiner.report.plots import pyplot
 from sparsifiner.report.tables import GAIN_TITLES, TITLES, cells, gain_cells, gain_note
+from sparsifiner.sides import spelled
 
 # Nothing from outside, and no scripts, whatever a name in a checkpoint may hold.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -91,9 +92,7 @@ def _about(student: nn.Module) -> str:
         "keys kept": keep,
         "chosen by": {"learned": "the predictor", "cells": "the means of cells"}.get(config.pattern, config.pattern),
         **_form(config),
-        "tile": "a list for each query"
-        if config.tile is None
-        else f"{config.tile[0]} x {config.tile[1]} queries share a list",
+        "tile": "a list for each query" if config.tile is None else f"{spelled(config.tile)} queries share a list",
         "tokens": tokens,
         "parameters": f"{sum(p.numel() for p in student.parameters()) / 1e6:.2f} M, of which predictors {ours:.2f} M",
     }
@@ -108,7 +107,7 @@ def _form(config: SparseConfig) -> dict[str, object]:
             "thresholds": f"tau {config.tau:.4g}, basis {config.basis_threshold:.4g}",
             "residual": "on" if config.residual else "off (the paper's form)",
         }
-    levels = ", ".join(f"{rows} x {columns}" for rows, columns in config.cells)
+    levels = ", ".join(map(spelled, config.cells))
     refined = f"; coarser ones opened hold {config.breadth:g} times the keys of finer" if len(config.cells) > 1 else ""
     standing = "stand for their keys as one token" if config.residual else "are left out"
     return {"cells": f"{levels} patches{refined}", "cells not opened": standing}
