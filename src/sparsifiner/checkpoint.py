@@ -28,6 +28,7 @@ from sparsifiner.convert import (
 from sparsifiner.errors import CheckpointError, ConfigError, reason_of
 from sparsifiner.files import parse_json, replacing
 from sparsifiner.hosts import OPTIONAL, table
+from sparsifiner.nn.predictor import is_predictors
 from sparsifiner.sides import Sides, spelled
 
 FORMAT = "sparsifiner"
@@ -142,7 +143,7 @@ def locate(path: str | os.PathLike[str]) -> Path:
 
 def _is_ours(name: str) -> bool:
     """Whether a weight belongs to what a conversion added to the host."""
-    return ".predictor." in name or ".scorer." in name
+    return is_predictors(name) or ".scorer." in name
 
 
 def merged(student: nn.Module) -> nn.Module:
@@ -180,8 +181,8 @@ def _check_types(student: nn.Module, path: Any) -> None:
     kinds = {parameter.dtype for parameter in student.parameters() if parameter.is_floating_point()}
     if len(kinds) == 1:
         return
-    first = next(parameter for parameter in student.parameters() if parameter.ndim == 4)  # of the first convolution
-    image = torch.zeros(1, first.shape[1], *conversion_of(student).host.image_size(student), dtype=first.dtype)
+    first = next(parameter for parameter in student.parameters() if parameter.ndim in (4, 5))  # the first convolution
+    image = torch.zeros(1, *conversion_of(student).host.input_shape(student), dtype=first.dtype)
     try:
         with torch.inference_mode():
             student(image)
@@ -307,7 +308,7 @@ def _convert(
             f"{path} is of a model with {len(grids)} attention layers, this one has {len(sites)}: made with other "
             "arguments? Make it as it was and pass model=..."
         )
-    if not config.asks_predictor and not any(".predictor." in name for name in tensors):
+    if not config.asks_predictor and not any(map(is_predictors, tensors)):
         return sparsify(model, config)
     _check_predictors(model, config, grids, tensors, path)
     student = sparsify(model, config if config.asks_predictor else config.replace(pattern="learned"))

@@ -159,13 +159,13 @@ def given(**settings: Any) -> dict[str, Any]:
 
 
 def noise(student: nn.Module, batch: int) -> Tensor:
-    """Images of nothing, as a converted model takes them: for what does not depend on what they show."""
+    """Images or clips of nothing, as a converted model takes them: for what does not depend on what they show."""
     import torch
 
     from sparsifiner.convert import conversion_of
 
-    first = next(weight for weight in student.parameters() if weight.ndim == 4)  # of the first convolution
-    return torch.randn(batch, first.shape[1], *conversion_of(student).host.image_size(student), dtype=first.dtype)
+    dtype = next(weight.dtype for weight in student.parameters() if weight.is_floating_point())
+    return torch.randn(batch, *conversion_of(student).host.input_shape(student), dtype=dtype)
 
 
 def loader(

@@ -16,7 +16,6 @@ from sparsifiner.explorer.pictures import Lens, lens_of
 from sparsifiner.explorer.samples import Gallery, digit_samples, file_samples, photo_samples, scene_samples
 from sparsifiner.models import RANDOM, create_host
 from sparsifiner.progress import Progress
-from sparsifiner.sides import spelled
 
 # Where nothing else says how sparse.
 KEEP = 0.25
@@ -88,13 +87,8 @@ def _is_checkpoint(path: str) -> bool:
 
 
 def _subject(student: nn.Module, name: str, paths: Sequence[str], notes: list[str]) -> Subject:
-    host = conversion_of(student).host
-    if len(size := host.grid(student).size) == 3:
-        raise ConfigError(
-            f"the explorer shows photos, and {name} takes clips of {spelled(size)} patches: draw its figures, with "
-            "sparsifiner.report.figures.look(student, clip, frames)"
-        )
     lens = lens_of(student)
+    host = conversion_of(student).host
     classes = _classes(host.num_classes(student), "" if lens.crisp else "class ")
     if host.describe(student)["architecture"] == scenes.NAME:
         samples = scene_samples(lens, host.grid(student).size[0])

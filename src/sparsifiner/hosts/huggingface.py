@@ -262,17 +262,15 @@ class _Recorder:
     index: int
     capture_initial_hidden_state: bool
 
-    @functools.cached_property
-    def hook(self) -> Callable[..., None]:
-        """As transformers makes it."""
+    def __post_init__(self) -> None:  # at once: torch.compile cannot look at a property that makes it when first asked
         from transformers.utils.output_capturing import install_output_capuring_hook
 
         blank = nn.Identity()
         install_output_capuring_hook(blank, **dataclasses.asdict(self))
-        return next(iter(blank._forward_hooks.values()))
+        self.__dict__["hook"] = next(iter(blank._forward_hooks.values()))
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.hook(module, inputs, output)
+        self.__dict__["hook"](module, inputs, output)
 
     def __reduce__(self) -> tuple:
         return _Recorder, dataclasses.astuple(self)

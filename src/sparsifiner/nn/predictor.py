@@ -14,6 +14,11 @@ from sparsifiner.ops import cpu
 from sparsifiner.sides import Sides, spelled
 
 
+def is_predictors(name: str) -> bool:
+    """Whether a tensor of this name in a state dict is a predictor's; V-JEPA 2 calls a part of its own so."""
+    return f".{name}".endswith((".predictor.w_down", ".predictor.w_up"))
+
+
 class ConnectivityPredictor(nn.Module):
     """``w_down`` and ``w_up`` of one attention layer, ``[heads, m, n]`` each.
 

@@ -86,8 +86,7 @@ def _about(student: nn.Module) -> str:
     ours = sum(p.numel() for layer in layers if layer.has_predictor for p in layer.predictor.parameters()) / 1e6
     facts = {
         "host": f"{record.host_name}, {type(student).__name__}",
-        "input": " x ".join(map(str, record.host.image_size(student)))
-        + f" pixels, {record.host.grid(student).num_tokens} tokens",
+        "input": _input(student),
         "attention": f"{len(layers)} layers of {layers[0].num_heads} heads",
         "keys kept": keep,
         "chosen by": {"learned": "the predictor", "cells": "the means of cells"}.get(config.pattern, config.pattern),
@@ -97,6 +96,14 @@ def _about(student: nn.Module) -> str:
         "parameters": f"{sum(p.numel() for p in student.parameters()) / 1e6:.2f} M, of which predictors {ours:.2f} M",
     }
     return "<dl>" + "".join(f"<dt>{_text(name)}</dt><dd>{_text(fact)}</dd>" for name, fact in facts.items()) + "</dl>"
+
+
+def _input(student: nn.Module) -> str:
+    """What the model takes, in words."""
+    host = conversion_of(student).host
+    frames, tokens = host.frames(student), host.grid(student).num_tokens
+    clip = "" if frames is None else f"{frames} frames of "
+    return f"{clip}{spelled(host.image_size(student))} pixels, {tokens} tokens"
 
 
 def _form(config: SparseConfig) -> dict[str, object]:
