@@ -3,7 +3,16 @@ import math
 import numpy as np
 import pytest
 
-from sparsifiner.config import BACKENDS, SparseConfig, TokenConfig, budget, name_tile, parse_tiles
+from sparsifiner.config import (
+    BACKENDS,
+    SparseConfig,
+    TokenConfig,
+    budget,
+    name_tile,
+    parse_cells,
+    parse_tile,
+    parse_tiles,
+)
 from sparsifiner.errors import ConfigError
 
 
@@ -47,7 +56,11 @@ def test_keep_outside_its_range_is_refused(keep):
         ({"tau": 10**400}, "tau must be"),
         ({"residual": 1}, "residual must be True or False"),
         ({"tile": (2,)}, "tile must be"),
-        ({"tile": (0, 2)}, "tile must be two whole numbers"),
+        ({"tile": (0, 2)}, "tile must be two or three whole numbers"),
+        ({"tile": (2, 2, 2, 2)}, "tile must be"),
+        ({"tile": (2, 2.5, 2)}, "tile must be two or three whole numbers"),
+        ({"cells": ((1, 2, 2), (2, 2))}, "cells of 2 x 2 patches do not hold whole cells of 1 x 2 x 2"),
+        ({"cells": ((2, 2, 2), (3, 4, 4))}, "cells of 3 x 4 x 4 patches do not hold whole cells of 2 x 2 x 2"),
         ({"tile": "22"}, "tile must be"),
         ({"tile": []}, "tile is an empty list"),
         ({"tile": [None, (2, 0)]}, "tile of a layer must be two whole numbers"),
@@ -101,6 +114,18 @@ def test_tile_per_layer():
     for nonsense in ("", "4x4,", "2x", "none none"):
         with pytest.raises(ConfigError, match="expected ROWSxCOLUMNS"):
             parse_tiles(nonsense)
+
+
+def test_sides_of_clips():
+    config = SparseConfig(0.5, tile=[2, 4, 4], pattern="cells", cells=[[2, 2], [2, 4, 4]])
+    assert (config.tile, config.cells) == ((2, 4, 4), ((2, 2), (2, 4, 4)))
+    assert SparseConfig.from_json(config.to_json()) == config
+    assert config.can_keep(0.1, 40)  # two numbers are a frame deep
+    assert parse_tile("2x4x4") == (2, 4, 4)
+    assert parse_cells("1x2x2,2x4x4") == ((1, 2, 2), (2, 4, 4))
+    for text in ("2", "2x2x2x2", "2x", "2x4x4,", "x4x4"):
+        with pytest.raises(ConfigError, match="--tile: expected ROWSxCOLUMNS, such as 2x7, or of clips FRAMESxROWS"):
+            parse_tile(text, "--tile")
 
 
 def test_keep_per_layer():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from sparsifiner.convert import (
 from sparsifiner.errors import CheckpointError, ConfigError, reason_of
 from sparsifiner.files import parse_json, replacing
 from sparsifiner.hosts import OPTIONAL, table
+from sparsifiner.nn.predictor import is_predictors
+from sparsifiner.sides import Sides, spelled
 
 FORMAT = "sparsifiner"
 FORMAT_VERSION = 1
@@ -146,7 +149,7 @@ def locate(path: str | os.PathLike[str]) -> Path:
 
 def _is_ours(name: str) -> bool:
     """Whether a weight belongs to what a conversion added to the host."""
-    return ".predictor." in name or ".scorer." in name
+    return is_predictors(name) or ".scorer." in name
 
 
 def merged(student: nn.Module) -> nn.Module:
@@ -184,8 +187,8 @@ def _check_types(student: nn.Module, path: Any) -> None:
     kinds = {parameter.dtype for parameter in student.parameters() if parameter.is_floating_point()}
     if len(kinds) == 1:
         return
-    first = next(parameter for parameter in student.parameters() if parameter.ndim == 4)  # of the first convolution
-    image = torch.zeros(1, first.shape[1], *conversion_of(student).host.image_size(student), dtype=first.dtype)
+    first = next(parameter for parameter in student.parameters() if parameter.ndim in (4, 5))  # the first convolution
+    image = torch.zeros(1, *conversion_of(student).host.input_shape(student), dtype=first.dtype)
     try:
         with torch.inference_mode():
             student(image)
@@ -256,9 +259,9 @@ def _check_description(description: Any, path: Any) -> None:
         raise CheckpointError(f"{path}: its description lacks {', '.join(missing)}")
     if wrong := next((name for name, kind in kinds.items() if not isinstance(description[name], kind)), None):
         raise CheckpointError(f"{path}: its description is damaged: {wrong} is {description[wrong]!r}")
-    if not all(_is_pair(grid) for grid in description["grids"]):
+    if not all(_are_counts(grid, 2, 3) for grid in description["grids"]):
         raise CheckpointError(f"{path}: its description is damaged: grids must be whole numbers, rows and columns")
-    if not _is_pair(size := description["model"].get("img_size")):
+    if not _are_counts(size := description["model"].get("img_size"), 2):
         raise CheckpointError(f"{path}: its description is damaged: img_size must be height and width, got {size!r}")
 
 
@@ -266,8 +269,8 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+def _are_counts(value: Any, *lengths: int) -> bool:
+    return isinstance(value, list) and len(value) in lengths and all(map(_is_count, value))
 
 
 def _config(description: dict[str, Any], path: Any) -> SparseConfig:
@@ -306,14 +309,14 @@ def _convert(
     model: nn.Module, config: SparseConfig, description: dict[str, Any], tensors: dict[str, torch.Tensor], path: Any
 ) -> nn.Module:
     """The host with layers as the file has them, not yet filled; with predictors for cells too, if it holds some."""
-    grids = [(rows, columns) for rows, columns in description["grids"]]
+    grids = [tuple(grid) for grid in description["grids"]]
     sites = list(find_host(model).sites(model))
     if len(grids) != len(sites):
         raise CheckpointError(
             f"{path} is of a model with {len(grids)} attention layers, this one has {len(sites)}: made with other "
             "arguments? Make it as it was and pass model=..."
         )
-    if not config.asks_predictor and not any(".predictor." in name for name in tensors):
+    if not config.asks_predictor and not any(map(is_predictors, tensors)):
         return sparsify(model, config)
     _check_predictors(model, config, grids, tensors, path)
     student = sparsify(model, config if config.asks_predictor else config.replace(pattern="learned"))
@@ -326,16 +329,21 @@ def _convert(
 def _check_predictors(
     model: nn.Module,
     config: SparseConfig,
-    grids: list[tuple[int, int]],
+    grids: list[Sides],
     tensors: dict[str, torch.Tensor],
     path: Any,
 ) -> None:
     """An error unless the file's predictors are what its settings and grids say: memory is made for what these say."""
     host = find_host(model)
     sites, grid = list(host.sites(model)), host.grid(model)
-    for site, (rows, columns) in zip(sites, grids, strict=True):
+    for site, own in zip(sites, grids, strict=True):
         name = f"{site.name}.predictor.w_up"
-        expected = (site.num_heads, config.n_down, grid.num_prefix + rows * columns)
+        if len(own) != len(grid.size):
+            raise CheckpointError(
+                f"{path}: predictors are of a grid of {spelled(own)} patches, the model's is {spelled(grid.size)}: the "
+                "file is damaged"
+            )
+        expected = (site.num_heads, config.n_down, grid.num_prefix + math.prod(own))
         if name in tensors and tuple(tensors[name].shape) != expected:
             raise CheckpointError(
                 f"{path}: {name} is {tuple(tensors[name].shape)} in the file, where its settings and grid make it "

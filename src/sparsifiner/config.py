@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 from sparsifiner.errors import ConfigError, reason_of
 from sparsifiner.files import parse_json
+from sparsifiner.sides import Sides, short, spelled
 
 BACKENDS = ("auto", "cpu", "eager", "reference")
 PATTERNS = ("learned", "window", "axial", "strided", "bigbird", "linformer", "cells")
 TOKEN_METHODS = ("evit", "dynamicvit")
 
-Tile = tuple[int, int] | None
+Tile = Sides | None
 
 
 class LayerSettings(NamedTuple):
@@ -111,8 +112,9 @@ class SparseConfig:
         basis_threshold: entries of ``w_up`` up to this count as zero in the selection.
         residual: add back the low-rank estimate of what was dropped; off is the paper's own output.
         tile: patch queries of a ``(rows, columns)`` tile of the grid share one list of keys; None for a
-            list per query. Tiles that do not divide the grid are cut at its border. Or a list of such, one per
-            attention layer, as `tune` writes it.
+            list per query. Tiles that do not divide the grid are cut at its border. Of clips it may be
+            ``(frames, rows, columns)``, of patches of which each may span several pictures (a tubelet); with two
+            numbers it is one such frame deep. Or a list of such, one per attention layer, as `tune` writes it.
         backend: what computes it: ``"auto"`` takes the best that can run; the others are the names `sparsifiner info`
             lists. All compute the same function, to rounding.
         dense: attention layers, counted from 0, that run the host's dense attention whatever ``keep`` says. `tune`
@@ -124,7 +126,7 @@ class SparseConfig:
             stands for its keys as one token. It needs no calibration, and of the above ``keep`` and ``tile`` only; a
             model made so has no predictors, and cannot take another pattern later.
         cells: for ``pattern="cells"``, the rows and columns of patches in a cell of each level, finest first: the cells
-            of a level hold whole cells of the one before.
+            of a level hold whole cells of the one before. Of clips also frames, rows and columns, as ``tile``.
         breadth: how many times the keys of the cells opened at one level those opened at the next coarser hold, at
             least 1: the larger, the more cells are looked at finely.
         tolerance: open only cells whose error, if left closed, is estimated to be larger: easy queries then open few,
@@ -144,7 +146,7 @@ class SparseConfig:
     dense: Sequence[int] = ()
     narrow: bool = False
     pattern: str = "learned"
-    cells: Sequence[tuple[int, int]] = ((2, 2),)
+    cells: Sequence[Sides] = ((2, 2),)
     breadth: float = 3.0
     tolerance: float = 0.0
     tokens: TokenConfig | None = None
@@ -311,8 +313,8 @@ def spread_over_depth(keep: float, num_layers: int) -> tuple[float, ...]:
 
 
 def parse_tile(text: str, what: str = "tile") -> Tile:
-    """What people write for a tile: ``2x7``, rows by columns; ``none`` for a list per query."""
-    return None if text == "none" else _parse_sides(text, f"{what}: expected ROWSxCOLUMNS, such as 2x7")
+    """What people write for a tile: ``2x7``, rows by columns, ``2x4x4`` with frames; ``none`` for one per query."""
+    return None if text == "none" else _parse_sides(text, f"{what}: expected ROWSxCOLUMNS, such as 2x7, {_OF_CLIPS}")
 
 
 def parse_tiles(text: str, what: str = "tile") -> Tile | tuple[Tile, ...]:
@@ -323,19 +325,22 @@ def parse_tiles(text: str, what: str = "tile") -> Tile | tuple[Tile, ...]:
 
 def name_tile(tile: Any) -> str:
     """As `parse_tiles` reads it."""
-    return ",".join("none" if one is None else "x".join(map(str, one)) for one in _listed(tile) or [tile])
+    return ",".join("none" if one is None else short(one) for one in _listed(tile) or [tile])
 
 
-def parse_cells(text: str, what: str = "cells") -> tuple[tuple[int, int], ...]:
-    """What people write for ``cells``: ``2x2,4x4``, a level each, finest first."""
-    expected = f"{what}: expected ROWSxCOLUMNS of each level between commas, such as 2x2,4x4"
+def parse_cells(text: str, what: str = "cells") -> tuple[Sides, ...]:
+    """What people write for ``cells``: ``2x2,4x4``, a level each, finest first; ``1x2x2,2x4x4`` with frames."""
+    expected = f"{what}: expected ROWSxCOLUMNS of each level between commas, such as 2x2,4x4, {_OF_CLIPS}"
     return _levels(tuple(_parse_sides(part, expected) for part in text.split(",")))
 
 
-def _parse_sides(text: str, expected: str) -> tuple[int, int]:
-    if not (sides := re.fullmatch(r"(\d{1,9})x(\d{1,9})", text, re.ASCII)):
+_OF_CLIPS = "or of clips FRAMESxROWSxCOLUMNS, such as 2x4x4"
+
+
+def _parse_sides(text: str, expected: str) -> Sides:
+    if not re.fullmatch(r"\d{1,9}(x\d{1,9}){1,2}", text, re.ASCII):
         raise ConfigError(f"{expected}, got {text!r}")
-    return int(sides[1]), int(sides[2])
+    return tuple(map(int, text.split("x")))
 
 
 def _is_int(value: object) -> bool:
@@ -364,15 +369,16 @@ def _keep_rate(value: object, what: str = "keep", of: str = "the tokens") -> flo
     return float(number)
 
 
-def _levels(value: object) -> tuple[tuple[int, int], ...]:
+def _levels(value: object) -> tuple[Sides, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or not value or _is_int(value[0]):
         raise ConfigError(f"cells must list (rows, columns) of each level, such as ((2, 2), (4, 4)), got {value!r}")
     levels = tuple(_sides(level, "a cell") for level in value)
     for fine, coarse in itertools.pairwise(levels):
-        if fine == coarse or any(large % small for small, large in zip(fine, coarse, strict=True)):
+        inner, outer = ((1,) * (3 - len(level)) + level for level in (fine, coarse))
+        if inner == outer or any(large % small for small, large in zip(inner, outer, strict=True)):
             raise ConfigError(
-                f"cells of {coarse[0]} x {coarse[1]} patches do not hold whole cells of {fine[0]} x {fine[1]}: list "
-                "levels from fine to coarse, each a multiple of the one before"
+                f"cells of {spelled(coarse)} patches do not hold whole cells of {spelled(fine)}: list levels from fine "
+                "to coarse, each a multiple of the one before"
             )
     return levels
 
@@ -398,10 +404,11 @@ def _tiles(value: object) -> Tile | tuple[Tile, ...]:
     return tuple(None if tile is None else _sides(tile, "tile of a layer", ", or None") for tile in listed)
 
 
-def _sides(value: object, what: str, more: str = "") -> tuple[int, int]:
-    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
-        raise ConfigError(f"{what} must be (rows, columns), such as (2, 2){more}, got {value!r}")
-    rows, columns = value
-    if not (_is_int(rows) and _is_int(columns) and rows >= 1 and columns >= 1):
-        raise ConfigError(f"{what} must be two whole numbers of at least 1, got {value!r}")
-    return int(rows), int(columns)
+def _sides(value: object, what: str, more: str = "") -> Sides:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) not in (2, 3):
+        raise ConfigError(
+            f"{what} must be (rows, columns), such as (2, 2), or of clips (frames, rows, columns){more}, got {value!r}"
+        )
+    if not all(_is_int(side) and side >= 1 for side in value):
+        raise ConfigError(f"{what} must be two or three whole numbers of at least 1, got {value!r}")
+    return tuple(int(side) for side in value)

@@ -6,6 +6,8 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import math
+import operator
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from sparsifiner.errors import ConfigError, UnsupportedModelError
 from sparsifiner.hosts import Host, find, table
 from sparsifiner.nn.attention import SparseAttention
 from sparsifiner.nn.grid import TokenGrid
+from sparsifiner.sides import Sides, on_grid
 from sparsifiner.tokens.dynamicvit import TokenScorer
 from sparsifiner.tokens.install import install_pruning, remove_pruning
 
@@ -59,8 +62,8 @@ class Front(NamedTuple):
     """How cells are opened from so many patches on, where at most so much is kept."""
 
     patches: int
-    tile: tuple[int, int] | None
-    cells: tuple[tuple[int, int], ...]
+    tile: Sides | None
+    cells: tuple[Sides, ...]
     breadth: float
     most: float = 1.0
 
@@ -95,22 +98,22 @@ def suggest_config(model: nn.Module, keep: float | Sequence[float], **changes: A
         if of_predictors and "pattern" not in changes:
             raise ConfigError(f"{of_predictors[0]} is of predictors, and cells ask none: say pattern='learned' too")
         return SparseConfig(keep, **(_front(grid.size, keep) | changes))
-    rows, columns = grid.size
-    side = next(side for side in itertools.count(2) if -(-rows // side) * -(-columns // side) <= 64)
-    landmarks = changes.get("n_down", -(-rows // side) * -(-columns // side))
+    # As many as there are cells of equal sides, the smallest of which there are not too many.
+    regular = (math.prod(-(-length // side) for length in grid.size) for side in itertools.count(2))
+    landmarks = changes.get("n_down") or next(count for count in regular if count <= 64)
     settings = {"n_down": landmarks, "tau": 1 / max(2, landmarks), "basis_threshold": 2 / grid.num_tokens}
     return SparseConfig(keep, **(settings | changes))
 
 
-def _front(size: tuple[int, int], keep: float | Sequence[float]) -> dict[str, Any]:
+def _front(size: Sides, keep: float | Sequence[float]) -> dict[str, Any]:
     """The row of `FRONTS` for a grid, without levels whose cells are larger than it."""
-    rows, columns = size
     kept = SparseConfig(keep).keep  # or an error that says what is wrong with it
     mean = statistics.fmean(kept) if isinstance(kept, Sequence) else kept
-    row = next(row for row in reversed(FRONTS) if rows * columns >= row.patches and mean <= row.most)
-    fitting = tuple(cell for cell in row.cells if cell[0] <= rows and cell[1] <= columns)
-    smallest = (min(rows, row.cells[0][0]), min(columns, row.cells[0][1]))
-    return {"pattern": "cells", "tile": row.tile, "cells": fitting or (smallest,), "breadth": row.breadth}
+    row = next(row for row in reversed(FRONTS) if math.prod(size) >= row.patches and mean <= row.most)
+    levels = [on_grid(cell, size, "a cell") for cell in row.cells]
+    fitting = [cell for cell in levels if all(map(operator.le, cell, size))]
+    cells = fitting or [tuple(map(min, levels[0], size))]
+    return {"pattern": "cells", "tile": row.tile, "cells": tuple(cells), "breadth": row.breadth}
 
 
 def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:

@@ -722,7 +722,7 @@ def without_transformers(monkeypatch):
 
 
 def test_the_table_has_what_is_installed(monkeypatch):
-    assert list(hosts.table()) == ["timm", "huggingface"]
+    assert list(hosts.table()) == ["timm", "video", "huggingface"]
     without_transformers(monkeypatch)
     assert list(hosts.table()) == ["timm"]
     with pytest.raises(UnsupportedModelError, match="it is not a model of timm .supported"):

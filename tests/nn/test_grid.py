@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -5,10 +7,10 @@ from sparsifiner.errors import ConfigError
 from sparsifiner.nn.grid import landmark_cells, resample
 
 
-@pytest.mark.parametrize("grid", [(14, 14), (5, 7), (1, 9), (24, 24), (7, 1)])
+@pytest.mark.parametrize("grid", [(14, 14), (5, 7), (1, 9), (24, 24), (7, 1), (8, 14, 14), (3, 4, 5), (1, 6, 6)])
 @pytest.mark.parametrize("count", [1, 2, 7, 31, 32, 49])
 def test_cells_cover_the_grid_evenly(grid, count):
-    if count > grid[0] * grid[1]:
+    if count > math.prod(grid):
         with pytest.raises(ConfigError, match="cannot cut"):
             landmark_cells(count, grid)
         return
@@ -35,6 +37,29 @@ def test_resampling_keeps_prefix_and_sums_and_smooth_shapes():
     torch.testing.assert_close(larger[..., 1:].sum(-1), weights[..., 1:].sum(-1))
     flat = torch.full((1, 1, 16), 0.25)
     torch.testing.assert_close(resample(flat, (4, 4), (8, 8), 0), torch.full((1, 1, 64), 0.0625))
+
+
+def test_aligned_cells_of_clips_are_cubes():
+    cells = landmark_cells(2 * 7 * 7, (4, 14, 14))
+    assert torch.equal(cells[::2, ::2, ::2].flatten(), torch.arange(98))
+    assert all(
+        torch.equal(cells[::2, ::2, ::2], cells[t::2, y::2, x::2])
+        for t, y, x in torch.cartesian_prod(*[torch.arange(2)] * 3)
+    )
+
+
+def test_resampling_over_time():
+    """As an image where frames are alike, and smoothly between frames that are not."""
+    ramp = torch.arange(4.0)[:, None, None].expand(4, 3, 3)
+    weights = torch.cat([torch.tensor([7.0]), ramp.flatten()])[None, None]
+    longer = resample(weights, (4, 3, 3), (8, 6, 6), 1)
+    assert longer[0, 0, 0] == 7
+    frames = longer[0, 0, 1:].view(8, 6, 6)
+    torch.testing.assert_close(frames, frames[:, :1, :1].expand(8, 6, 6))
+    torch.testing.assert_close(frames.sum(), ramp.sum())
+    assert bool((frames[1:, 0, 0] > frames[:-1, 0, 0]).all())
+    with pytest.raises(ConfigError, match="weights of a grid of 4 x 3 x 3 patches cannot be resampled to one of 6 x 6"):
+        resample(weights, (4, 3, 3), (6, 6), 1)
 
 
 def test_resampling_to_the_same_grid_is_the_same_tensor():

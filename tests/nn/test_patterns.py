@@ -14,10 +14,12 @@ from ..toys import make_vit
 
 
 @pytest.mark.parametrize("pattern", list(RANKINGS))
-@pytest.mark.parametrize(("grid", "budget"), [((5, 5), 6), ((4, 7), 1), ((3, 3), 9), ((1, 8), 3), ((6, 6), 35)])
+@pytest.mark.parametrize(
+    ("grid", "budget"), [((5, 5), 6), ((4, 7), 1), ((3, 3), 9), ((1, 8), 3), ((6, 6), 35), ((3, 4, 5), 9)]
+)
 def test_every_query_keeps_the_budget(pattern, grid, budget):
     mask = pattern_mask(pattern, grid, 2, budget)
-    patches = grid[0] * grid[1]
+    patches = math.prod(grid)
     assert mask[:2].all()
     assert mask[:, :2].all()
     own = mask[2:, 2:]
@@ -38,6 +40,19 @@ def test_axial_is_row_and_column():
     expected = torch.zeros(5, 5, dtype=torch.bool)
     expected[2], expected[:, 3] = True, True
     assert torch.equal(mask[13], expected)
+
+
+def test_patterns_of_clips():
+    """A window is a ball in time and space; axial is a row, a column and the same place in every frame."""
+    middle = (2 * 5 + 2) * 5 + 2
+    mask = pattern_mask("window", (5, 5, 5), 0, 7)[middle].view(5, 5, 5)
+    ball = torch.zeros(5, 5, 5, dtype=torch.bool)
+    ball[1:4, 2, 2] = ball[2, 1:4, 2] = ball[2, 2, 1:4] = True
+    assert torch.equal(mask, ball)
+    mask = pattern_mask("axial", (5, 5, 5), 0, 13)[middle].view(5, 5, 5)
+    lines = torch.zeros(5, 5, 5, dtype=torch.bool)
+    lines[:, 2, 2] = lines[2, :, 2] = lines[2, 2, :] = True
+    assert torch.equal(mask, lines)
 
 
 def test_strided_is_even():

@@ -17,11 +17,12 @@ from ..toys import make_vit
 
 BACKENDS = ["cpu", "eager"]
 ONE, TWO, THREE = ((2, 2),), ((2, 2), (4, 4)), ((1, 2), (2, 4), (4, 4))
+CLIP = ((1, 2, 2), (2, 2, 4))  # of frames, rows and columns
 
 
 def inputs(grid=(6, 5), prefix=1, heads=2, batch=2, d=8, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    n = prefix + grid[0] * grid[1]
+    n = prefix + math.prod(grid)
     return [torch.randn(batch, heads, n, d, generator=generator, dtype=torch.float64).to(dtype) * 1.5 for _ in range(3)]
 
 
@@ -31,13 +32,14 @@ def opening(grid=(6, 5), budget=16, **settings):
 
 def plain_holds(how, places):
     """Boolean [cells, patches]: the patches, at these places, that the cells of all levels hold."""
-    rows, columns = places // how.grid[1], places % how.grid[1]
+    along = torch.unravel_index(places, how.grid)
     levels = []
-    for height, width in how.cells:
-        across = -(-how.grid[1] // width)
-        number = rows // height * across + columns // width
-        count = -(-how.grid[0] // height) * across
-        levels.append(number[None] == torch.arange(count)[:, None])
+    for cell in how.cells:
+        cell = (1,) * (len(how.grid) - len(cell)) + cell
+        counts = [-(-side // part) for side, part in zip(how.grid, cell, strict=True)]
+        where = [place // part for place, part in zip(along, cell, strict=True)]
+        holding = torch.cartesian_prod(*map(torch.arange, counts))  # [cells, sides], row by row
+        levels.append((torch.stack(where, -1)[None] == holding[:, None]).all(-1))
     return torch.cat(levels)
 
 
@@ -49,8 +51,7 @@ def plain_mask(q, k, v, how, places=None):
     prefix, patches = how.num_prefix, q.shape[2] - how.num_prefix
     places = torch.arange(patches).expand(len(q), -1) if places is None else places
     groups = query_groups(how.grid, 0, how.tile, torch.device("cpu"))
-    counts = [math.prod(-(-side // part) for side, part in zip(how.grid, cell, strict=True)) for cell in how.cells]
-    starts = list(itertools.accumulate(counts, initial=0))
+    starts = how.levels().starts
     masks, all_holds = torch.zeros(*q.shape[:2], patches, q.shape[2] + starts[-1], dtype=torch.bool), []
     scale, opened = q.shape[-1] ** -0.5, how.levels().opened
     for image, head in itertools.product(range(len(q)), range(q.shape[1])):
@@ -124,6 +125,12 @@ CASES = [
     ((9, 7), TWO, 2, (3, 3), 0.0),
     ((8, 9), THREE, 0, (2, 2), 0.0),
     ((7, 8), THREE, 1, None, 0.2),
+    ((2, 4, 4), ONE, 1, None, 0.0),  # two numbers: a frame deep
+    ((3, 4, 3), ((2, 2, 2),), 0, None, 0.2),
+    ((4, 4, 4), CLIP, 0, (2, 2, 4), 0.0),
+    ((3, 5, 4), CLIP, 2, (2, 2), 0.3),
+    ((5, 3, 4), ((1, 1, 2), (3, 1, 4)), 1, (3, 2, 2), 0.0),  # ragged along all three sides
+    ((2, 1, 6), ((1, 1, 2), (2, 1, 2), (2, 1, 4)), 1, None, 0.0),
 ]
 
 
@@ -131,7 +138,7 @@ CASES = [
 @pytest.mark.parametrize("closed", [True, False])
 def test_every_row_and_gradient(grid, levels, prefix, tile, tolerance, closed):
     """Lists, outputs and gradients of every backend, and what the fused kernel does in one call."""
-    budget = max(math.prod(levels[0]), grid[0] * grid[1] // 3)
+    budget = max(math.prod(levels[0]), math.prod(grid) // 3)
     how = opening(grid, budget, cells=levels, num_prefix=prefix, tile=tile, tolerance=tolerance, closed=closed)
     q, k, v = (x.requires_grad_() for x in inputs(grid, prefix, dtype=torch.float64))
     with torch.no_grad():
@@ -151,6 +158,28 @@ def test_every_row_and_gradient(grid, levels, prefix, tile, tolerance, closed):
             torch.testing.assert_close(ours.double(), theirs, rtol=2e-4, atol=2e-5)
     with torch.no_grad():
         torch.testing.assert_close(cells.fused(q, k, v, how).double(), wanted[0], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", cpu.native().instruction_sets())
+@pytest.mark.parametrize(("levels", "tile"), [(CLIP, None), (CLIP, (2, 2, 2)), (((1, 2), (1, 4), (2, 4)), (1, 4, 4))])
+@torch.no_grad()
+def test_clips_on_every_instruction_set(name, levels, tile):
+    """A grid that no cell or tile divides along any side, with strided inputs."""
+    before = cpu.instruction_set()
+    qkv = torch.randn(2, 3 * 7 * 9, 3, 2, 64, generator=torch.Generator().manual_seed(2)) * 1.5
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    how = opening((3, 7, 9), 40, cells=levels, tile=tile, num_prefix=0)
+    expected = cells.connect(q, k, v, how, backend="eager")
+    rows = cells.cell_attention(q, k, v, expected, backend="eager")
+    try:
+        cpu.native().use(name)
+        cpu.native().poison_scratch(True)
+        assert torch.equal(cells.connect(q, k, v, how, backend="cpu").lists.indices, expected.lists.indices)
+        for ours in (cells.fused(q, k, v, how), cells.cell_attention(q, k, v, expected, backend="cpu")):
+            torch.testing.assert_close(ours, rows, rtol=1e-4, atol=1e-5)
+    finally:
+        cpu.native().use(before)
+        cpu.native().poison_scratch(False)
 
 
 @pytest.mark.parametrize("name", cpu.native().instruction_sets())
@@ -243,10 +272,10 @@ def test_threads_and_batches_change_nothing(tile, levels, dtype):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("levels", [ONE, TWO])
-def test_all_cells_opened_is_dense_attention(levels):
-    q, k, v = inputs((6, 5), dtype=torch.float32)
-    how = opening((6, 5), 64, cells=levels)  # cells cut at the border count as whole ones
+@pytest.mark.parametrize(("grid", "levels"), [((6, 5), ONE), ((6, 5), TWO), ((3, 5, 4), CLIP)])
+def test_all_cells_opened_is_dense_attention(grid, levels):
+    q, k, v = inputs(grid, dtype=torch.float32)
+    how = opening(grid, 128, cells=levels)  # cells cut at the border count as whole ones
     dense = functional.scaled_dot_product_attention(q, k, v)
     for backend in BACKENDS:
         opened = cells.connect(q, k, v, how, backend=backend)
@@ -284,6 +313,18 @@ def test_ties_go_to_the_lower_cell(backend):
         assert opened_cells == {fine, *[c for c in there if c != fine][:2]}
 
 
+@pytest.mark.parametrize("tile", [None, (2, 2), (2, 2, 2)])
+@pytest.mark.parametrize("budget", [12, 16, 22])
+def test_ties_in_clips(tile, budget):
+    """Frames that repeat each other tie on every level: the lower cell is opened, that of the earlier frame."""
+    q, k, v = (torch.ones(1, 1, 1 + 4 * 4 * 6, 4) for _ in range(3))
+    k[:, :, 1 + 48 :] = 2
+    how = opening((4, 4, 6), budget, cells=CLIP, tile=tile)
+    expected, _ = plain_mask(q, k, v, how)
+    for backend in BACKENDS:
+        assert torch.equal(mask_of(cells.connect(q, k, v, how, backend=backend), q.shape[2]), expected)
+
+
 @pytest.mark.parametrize("tile", [None, (2, 2), (4, 4)])
 @pytest.mark.parametrize("levels", [ONE, TWO, THREE])
 @pytest.mark.parametrize("budget", [16, 20, 26])
@@ -314,11 +355,16 @@ def test_what_is_not_a_number_shows(levels, tile, dtype):
         assert bool(out[0, 1].isfinite().all())
 
 
-@pytest.mark.parametrize("tile", [None, (2, 2), (4, 4)])
-@pytest.mark.parametrize("levels", [ONE, TWO])
-def test_dropped_tokens(tile, levels):
+@pytest.mark.parametrize(
+    ("grid", "levels", "tile"),
+    [
+        *[((6, 6), levels, tile) for levels in (ONE, TWO) for tile in (None, (2, 2), (4, 4))],
+        *[((3, 4, 3), ((1, 2, 2), (2, 4, 2)), tile) for tile in (None, (2, 2, 2), (1, 4, 4))],
+    ],
+)
+def test_dropped_tokens(grid, levels, tile):
     """Cells hold what is left of them; a cell that is empty neither is opened nor stands for anything."""
-    grid, prefix = (6, 6), 2
+    prefix = 2
     q, k, v = inputs(grid, prefix)
     kept = torch.stack([torch.tensor([0, 1, 2, 8, 9, 14, 15, 20, 21, 27, 33, 35]), torch.arange(12) * 3])
     positions = torch.cat([torch.arange(prefix).expand(2, -1), kept + prefix], 1)
@@ -410,6 +456,12 @@ def test_bad_input():
         cells.connect(q, k, v, opening(cells=((8, 2),)))
     with pytest.raises(ConfigError, match="a budget of 3 keys is less than one cell of 2 x 2 patches: raise keep"):
         cells.connect(q, k, v, opening(budget=3))
+    with pytest.raises(ConfigError, match="a cell of 2 x 2 x 2 patches is 2 frames deep and the model's grid of 6 x 5"):
+        cells.connect(q, k, v, opening(cells=((2, 2, 2),)))
+    with pytest.raises(
+        ConfigError, match="a tile of 4 x 2 x 2 patches is 4 frames deep .* give rows and columns alone"
+    ):
+        cells.connect(q, k, v, opening(tile=(4, 2, 2)))
     with pytest.raises(BackendError, match="queries, keys and values differ"):
         cells.fused(q, k[:, :, 1:], v, opening())
     of, parent = torch.zeros(1, 30, dtype=torch.int32), torch.full((9,), -1)
@@ -418,7 +470,7 @@ def test_bad_input():
     for wrong in ((of + 9, parent, [0, 9], [4]), *((of, parent, ends, [4, 2][: len(ends) - 1]) for ends in starts)):
         with pytest.raises(BackendError, match="do not belong together"):
             cpu.fused_cells(q, k, v, *wrong, members, None, 1, 0.3, 0.0, True)
-    for nonsense in ((), ((2,),), "22", ((0, 2),), 4, None, (2, 2), ((2, 2, 2),)):
+    for nonsense in ((), ((2,),), "22", ((0, 2),), 4, None, (2, 2), ((2, 2, 2, 2),), ((2, 2, 0),)):
         with pytest.raises(ConfigError, match=r"cells? must "):
             sp.SparseConfig(0.5, pattern="cells", cells=nonsense)
     for levels in (((2, 2), (3, 3)), ((4, 4), (2, 2)), ((2, 2), (2, 2)), ((2, 2), (4, 3))):

@@ -1,8 +1,10 @@
+import math
+
 import pytest
 import torch
 
 from sparsifiner.errors import ConfigError
-from sparsifiner.ops.connectivity import Connectivity, lists_from_mask, query_groups
+from sparsifiner.ops.connectivity import Connectivity, lists_from_mask, query_groups, tiles_of
 
 
 def test_lists_from_mask_ascend_and_are_padded():
@@ -55,6 +57,28 @@ def test_groups_cover_every_patch_once():
 def test_ragged_tiles_are_cut_at_the_border():
     members = query_groups((3, 3), 0, (2, 2), torch.device("cpu"))
     assert members.tolist() == [[0, 1, 3, 4], [2, -1, 5, -1], [6, 7, -1, -1], [8, -1, -1, -1]]
+
+
+def test_tiles_of_clips():
+    """Cut at the border in time too; two numbers are a frame deep."""
+    device = torch.device("cpu")
+    members = query_groups((3, 2, 3), 1, (2, 2, 2), device)
+    assert members.tolist() == [
+        [1, 2, 4, 5, 7, 8, 10, 11],
+        [3, -1, 6, -1, 9, -1, 12, -1],
+        [13, 14, 16, 17, -1, -1, -1, -1],
+        [15, -1, 18, -1, -1, -1, -1, -1],
+    ]
+    assert torch.equal(query_groups((3, 2, 3), 1, (2, 2), device), query_groups((3, 2, 3), 1, (1, 2, 2), device))
+    assert torch.equal(query_groups((4, 4), 1, (1, 2, 2), device), query_groups((4, 4), 1, (2, 2), device))
+    for grid in ((1, 1, 1), (4, 2, 2), (5, 3, 4)):
+        for tile in (None, (2, 2), (2, 3, 1), (9, 9, 9)):
+            members = query_groups(grid, 2, tile, device)
+            assert torch.equal(members[members >= 0].sort().values, torch.arange(2, 2 + math.prod(grid)))
+            if tile is not None:
+                tiles, count = tiles_of(grid, tile, torch.arange(math.prod(grid)))
+                assert count == len(members)
+                assert all((members[tiles[place]] == place + 2).any() for place in range(math.prod(grid)))
 
 
 def test_a_row_without_keys_is_refused():

@@ -12,6 +12,7 @@ import typer
 from sparsifiner.cli import common
 from sparsifiner.config import budget as budget_of
 from sparsifiner.errors import ConfigError
+from sparsifiner.sides import Sides, short
 
 if TYPE_CHECKING:
     from sparsifiner.inspect.speed import Problem
@@ -89,7 +90,7 @@ def bench(
     if dtype not in kinds:
         raise ConfigError(f"dtype must be float32 or bfloat16, got {dtype!r}")
     keeps = common.parse_numbers(keep, "--keep")
-    tiles: list[tuple[int, int] | None] = [None]
+    tiles: list[Sides | None] = [None]
     if tile != "none":
         tiles.append(common.parse_tile(tile))
     form = common.given(pattern=pattern) | common.given_form(None, cells, breadth, tolerance)
@@ -156,7 +157,7 @@ def _all(out: Path | None, as_json: bool) -> None:
 def operator_rows(
     p: Problem,
     keeps: tuple[float, ...],
-    tiles: list[tuple[int, int] | None],
+    tiles: list[Sides | None],
     residual: bool,
     seconds: float,
     *,
@@ -194,7 +195,7 @@ def operator_rows(
                 add(f"FlexAttention, block mask, keep {keep:g}", flex, keep=keep)
         for tile in tiles:
             for held in (False, True) if narrow else (False,):
-                name = f"sparse, keep {keep:g}" + (f", tile {tile[0]}x{tile[1]}" if tile else "")
+                name = f"sparse, keep {keep:g}" + (f", tile {short(tile)}" if tile else "")
                 name += ", 16-bit K/V" if held else ""
                 about = {"keep": keep, "tile": tile, "residual": residual, "narrow": held}
                 add(name, speed.fused(p, budget, tile, residual, held), **about)
@@ -222,7 +223,7 @@ def backward_rows(p: Problem, keeps, tiles, residual: bool, seconds: float) -> l
             runs = speed.backward_runs(p, budget_of(keep, p.q.shape[2]), tile, residual)
             times = speed.take_turns(runs, seconds)
             about = {"keep": keep, "tile": tile, "residual": residual}
-            name = f"backward, keep {keep:g}" + (f", tile {tile[0]}x{tile[1]}" if tile else "")
+            name = f"backward, keep {keep:g}" + (f", tile {short(tile)}" if tile else "")
             rows.append(_row("backward, dense (SDPA)", p, {}, times["dense"], times["dense"]))
             rows.append(_row(name, p, about, times["sparse"], times["dense"]))
     return rows
@@ -241,7 +242,7 @@ def _row(name: str, p: Problem, about: dict[str, Any], timing, dense) -> dict[st
         "n_down": p.w_down.shape[1],
         "dtype": str(p.q.dtype).removeprefix("torch."),
         "keep": about.get("keep"),
-        "tile": None if tile is None else f"{tile[0]}x{tile[1]}",
+        "tile": None if tile is None else f"{short(tile)}",
         "residual": about.get("residual"),
         "narrow": about.get("narrow"),
         **dataclasses.asdict(timing),
@@ -280,7 +281,7 @@ def model_rows(
     forms = {}
     for keep in keeps:
         for tile in tiles:
-            name = f"{kind}, keep {keep:g}" + (f", tile {tile[0]}x{tile[1]}" if tile else "")
+            name = f"{kind}, keep {keep:g}" + (f", tile {short(tile)}" if tile else "")
             forms[name] = {"keep": keep, "tile": tile, "residual": residual, "narrow": narrow, "dense": ()}
             if tuned:
                 reconfigure(student, **forms[name])

@@ -11,6 +11,7 @@ import typer
 
 from sparsifiner import config
 from sparsifiner.errors import ConfigError
+from sparsifiner.sides import spelled
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -44,8 +45,8 @@ BasisThreshold = Annotated[
 Tile = Annotated[
     str | None,
     typer.Option(
-        help="Share lists in tiles of the patch grid, such as 2x2; 'none' for a list per query; or one per layer: "
-        "none,4x4,..."
+        help="Share lists in tiles of the patch grid, such as 2x2, or of clips 2x4x4; 'none' for a list per query; "
+        "or one per layer: none,4x4,..."
     ),
 ]
 Pattern = Annotated[
@@ -54,7 +55,9 @@ Pattern = Annotated[
 ]
 Cells = Annotated[
     str | None,
-    typer.Option(help="For pattern cells: rows x columns of patches in a cell, finest level first, such as 2x2,4x4."),
+    typer.Option(
+        help="For pattern cells: patches in a cell, finest level first: 2x2,4x4 rows x columns; of clips 1x2x2,2x4x4."
+    ),
 ]
 Breadth = Annotated[
     float | None,
@@ -157,13 +160,13 @@ def given(**settings: Any) -> dict[str, Any]:
 
 
 def noise(student: nn.Module, batch: int) -> Tensor:
-    """Images of nothing, as a converted model takes them: for what does not depend on what they show."""
+    """Images or clips of nothing, as a converted model takes them: for what does not depend on what they show."""
     import torch
 
     from sparsifiner.convert import conversion_of
 
-    first = next(weight for weight in student.parameters() if weight.ndim == 4)  # of the first convolution
-    return torch.randn(batch, first.shape[1], *conversion_of(student).host.image_size(student), dtype=first.dtype)
+    dtype = next(weight.dtype for weight in student.parameters() if weight.is_floating_point())
+    return torch.randn(batch, *conversion_of(student).host.input_shape(student), dtype=dtype)
 
 
 def loader(
@@ -247,18 +250,14 @@ def describe_form(found: SparseConfig) -> str:
     keep = ", ".join(f"{rate:g}" for rate in (found.keep if isinstance(found.keep, Sequence) else [found.keep]))
     shared = "each query opens its own"
     if found.tiles:
-        shared = f"tiles of {' and '.join(map(_by, found.tiles))} queries open the same"
+        shared = f"tiles of {' and '.join(map(spelled, found.tiles))} queries open the same"
     if len(layers := config.name_tile(found.tile).split(",")) > 1:
         shared += f", by layer: {' '.join(layers)}"
-    levels = ", ".join(map(_by, found.cells))
+    levels = ", ".join(map(spelled, found.cells))
     refined = f", breadth {found.breadth:g}" if len(found.cells) > 1 else ""
     refined += f", where the error is over {found.tolerance:g}" if found.tolerance else ""
     dense = f"; dense layers: {', '.join(map(str, found.dense))}" if found.dense else ""
     return f"keep {keep}: cells of {levels} patches{refined}; {shared}{dense}"
-
-
-def _by(sides: tuple[int, int]) -> str:
-    return f"{sides[0]} x {sides[1]}"
 
 
 def say_skipped(images: ImageLoader) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from sparsifiner.cli import common
 from sparsifiner.progress import show_progress
+from sparsifiner.sides import Sides
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +85,7 @@ def demo(
 
 def _scenes(
     keeps: Sequence[float],
-    tile: tuple[int, int],
+    tile: Sides,
     of_predictor: dict[str, Any],
     images: int,
     report: Path,
@@ -149,7 +150,7 @@ def _scenes(
     typer.echo(f"Look at {report.resolve()}, or at every patch: sparsifiner explore")
 
 
-def _forms(cells: SparseConfig, tile: tuple[int, int]) -> list[Form]:
+def _forms(cells: SparseConfig, tile: Sides) -> list[Form]:
     """What a model with predictors is compared in, first with cells opened as these settings have it."""
     from sparsifiner.inspect import compare
 
@@ -161,7 +162,7 @@ def _real(
     source: ImageLoader,
     batches: ImageLoader,
     keeps: Sequence[float],
-    tile: tuple[int, int],
+    tile: Sides,
     of_predictor: dict[str, Any],
     report: Path,
     as_json: bool,

@@ -80,7 +80,7 @@ inline void tile_logits(const TileCall& of, const float* keys, bool adds_self, c
     for (int64_t t = 0; adds_self && t < of.members; ++t) {
         if (listed(of.list, of.count, of.tokens[t])) continue;
         facts.absent |= 1u << t;
-        own[t] = dot(of.queries + t * width, keys + of.tokens[t] * width, width);
+        own[t] = dot(of.queries + t * width, keys + of.tokens[t] * width, width) + (bias ? bias[of.tokens[t]] : 0);
     }
 }
 

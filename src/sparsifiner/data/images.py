@@ -132,6 +132,11 @@ def open_images(
 def data_config(model: nn.Module) -> dict[str, Any]:
     """How images are made ready for a model, in timm's words: ``input_size``, ``mean``, ``std``, ``crop_pct`` ..."""
     host = host_of(model)
+    if (frames := host.frames(model)) is not None:
+        raise DataError(
+            f"{type(model).__name__} takes clips of {frames} frames, which are not read from image files: make tensors "
+            "of them with the video processor that belongs to it, and call sparsifiner from Python"
+        )
     if host.name != "timm" and not getattr(model, "pretrained_cfg", None):
         raise DataError(
             f"{type(model).__name__} does not say how its images are made ready: before it is converted, set "

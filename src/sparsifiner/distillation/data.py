@@ -144,7 +144,7 @@ def from_tensors(
     Labels are a number for each image, or a map ``[count, ..., rows, columns]``, which ``transform`` does not see: it
     must leave pixels where they are.
     """
-    if images.ndim != 4 or not images.is_floating_point() or not len(images):
+    if images.ndim not in (4, 5) or not images.is_floating_point() or not len(images):
         raise DataError(f"images must be floating point [count, channels, height, width], got {tuple(images.shape)}")
     if not bool(torch.isfinite(images).all()):
         raise DataError("images hold NaN or infinite values")
@@ -221,6 +221,8 @@ def mixing(recipe: Recipe, num_classes: int) -> Callable[[Batch, int], Batch]:
     )
 
     def mix(batch: Batch, number: int) -> Batch:
+        if batch.images.ndim > 4:
+            raise ConfigError("mixup and cutmix mix images: set both to 0 for clips")
         if batch.labels.ndim > 1:
             raise ConfigError("mixup and cutmix mix the classes of whole images: set both to 0 for labels per pixel")
         if len(batch.images) % 2:  # an image was skipped: its partner goes too

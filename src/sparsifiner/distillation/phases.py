@@ -26,6 +26,7 @@ from sparsifiner.errors import ConfigError
 from sparsifiner.inspect.flops import layer_tokens
 from sparsifiner.inspect.observe import observing
 from sparsifiner.nn.attention import Core, Observation, SparseAttention
+from sparsifiner.nn.predictor import is_predictors
 from sparsifiner.tokens.dynamicvit import ratio_loss
 
 # What hosts call their tokens and position embeddings.
@@ -70,7 +71,7 @@ def learning_layers(student: nn.Module) -> list[SparseAttention]:
 
 def predictor_names(student: nn.Module) -> set[str]:
     """Names of all predictors' weights."""
-    return {name for name, _ in student.named_parameters() if ".predictor." in f".{name}"}
+    return {name for name, _ in student.named_parameters() if is_predictors(name)}
 
 
 def learns(student: nn.Module, recipe: Recipe, phase: int, trainable: set[str]) -> set[str]:

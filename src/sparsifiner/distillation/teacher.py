@@ -20,6 +20,7 @@ from sparsifiner.convert import find_host, host_of
 from sparsifiner.distillation.data import Batch, TrainingSet
 from sparsifiner.errors import CheckpointError, DataError, reason_of
 from sparsifiner.files import parse_json, replacing
+from sparsifiner.hosts import tokens_of
 from sparsifiner.progress import Progress
 
 # From a model, dense or sparse, and images to what it predicts of them.
@@ -43,9 +44,9 @@ def own_predictions(model: nn.Module, images: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def watching(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Within it, the outputs of a module are added to the list it yields."""
+    """Within it, the tokens that a block returns are added to the list it yields."""
     seen: list[Any] = []
-    handle = module.register_forward_hook(lambda _, __, out: seen.append(out))
+    handle = module.register_forward_hook(lambda _, __, out: seen.append(tokens_of(out)))
     try:
         yield seen
     finally:

@@ -60,13 +60,14 @@ def anatomy_of(student: nn.Module) -> Anatomy:
     """Reads a model that nobody runs at the same time."""
     host = conversion_of(student).host
     grid = host.grid(student)
+    rows, columns = grid.size  # of photos: `lens_of` has refused what is not timm's
     first = ["class token"] if host.class_token(student) else []
     names = first + [f"extra token {number + 1}" for number in range(grid.num_prefix)]
     with torch.inference_mode():
         basis = [_basis(layer, grid) for layer in sparse_layers(student)]
     return Anatomy(
         image=host.image_size(student),
-        grid=grid.size,
+        grid=(rows, columns),
         prefix=tuple(names[: grid.num_prefix]),
         basis=tuple(basis),
         pattern=config_of(student).pattern,

@@ -43,11 +43,18 @@ class BlockAdapter:
             added.
         feed: from the block and such tokens to tokens with the feed-forward part added.
         dim: D.
+        wrap: from the last such tokens to what the block returns, where that is more than these.
     """
 
     attend: Callable[..., Tensor]
     feed: Callable[[Any, Tensor], Tensor]
     dim: Callable[[Any], int]
+    wrap: Callable[[Tensor], Any] = lambda tokens: tokens
+
+
+def tokens_of(output: Any) -> Tensor:
+    """The tokens ``[batch, n, D]`` in what a block returned: alone, or before attention weights and the like."""
+    return output if isinstance(output, Tensor) else output[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +94,9 @@ class Host:
         unused: names of parameters that `logits` does not depend on.
         logits: from what the model returns to the tensor that is compared with the teacher's, ``[batch, classes]`` or
             features.
+        frames: how many pictures there are in a clip that the model takes; None where it takes images.
+        settings: what else to call the model with to run what is converted and `logits`, and no more: of that
+            multiply-adds are counted.
     """
 
     name: str
@@ -105,6 +115,14 @@ class Host:
     num_classes: Callable[[nn.Module], int]
     unused: Callable[[nn.Module], set[str]]
     logits: Callable[[Any], Tensor]
+    frames: Callable[[nn.Module], int | None] = lambda model: None
+    settings: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
+
+    def input_shape(self, model: nn.Module) -> tuple[int, ...]:
+        """Of one input: channels, height and width; of a clip frames before them."""
+        first = next(weight for weight in model.parameters() if weight.ndim in (4, 5))  # of the first convolution
+        frames = self.frames(model)
+        return (*(() if frames is None else (frames,)), first.shape[1], *self.image_size(model))
 
     def owns(self, model: nn.Module) -> bool:
         """Whether a model comes from this host's library, convertible or not: then `refusal` can tell."""
@@ -144,7 +162,7 @@ def refuse_tracing(images: Any) -> None:
 
 
 # Hosts whose library is optional, and that library; the extra that installs it has the host's name.
-OPTIONAL = {"huggingface": "transformers"}
+OPTIONAL = {"video": "transformers", "huggingface": "transformers"}
 
 
 def table() -> dict[str, Host]:

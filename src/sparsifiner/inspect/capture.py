@@ -15,6 +15,7 @@ from sparsifiner.inspect.observe import observing
 from sparsifiner.nn.attention import Observation
 from sparsifiner.ops.cells import Opened, shares
 from sparsifiner.ops.connectivity import Connectivity, accumulation_dtype
+from sparsifiner.sides import Sides
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +25,11 @@ class LayerCapture:
     Attributes:
         queries: token indices of the rows below, prefix tokens first.
         heads: which heads the rows below are of.
-        grid: rows and columns of patches of the image.
+        grid: rows and columns of patches of the image; of a clip frames, rows and columns.
         num_prefix: tokens before the patches, one fused from dropped ones included.
-        cells: int64 ``[batch, n - num_prefix]``, the grid cell of each patch token (row by row, from 0); None where
-            no tokens have been dropped. A fused token that was kept as a patch has the cell of the heaviest in it.
+        cells: int64 ``[batch, n - num_prefix]``, the grid cell of each patch token (counted row by row, frame by
+            frame); None where no tokens have been dropped. A fused token that was kept as a patch has the cell of the
+            heaviest in it.
         mask: boolean ``[batch, h, Q, n]``, True where the query attends to the key.
         full_map: the true attention ``[batch, h, Q, n]``.
         sparse_map: the attention over the kept keys, renormalised; zero elsewhere.
@@ -40,7 +42,7 @@ class LayerCapture:
 
     queries: Tensor
     heads: Tensor
-    grid: tuple[int, int]
+    grid: Sides
     num_prefix: int
     cells: Tensor | None
     mask: Tensor

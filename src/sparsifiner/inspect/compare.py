@@ -21,6 +21,7 @@ from sparsifiner.inspect.statistics import measure
 from sparsifiner.nn.attention import Core, SparseAttention
 from sparsifiner.ops import reference
 from sparsifiner.progress import Progress
+from sparsifiner.sides import Sides, short
 
 # Images on which connections and densities are counted; they vary little from image to image.
 STATISTICS_IMAGES = 32
@@ -56,9 +57,9 @@ ORACLE = Form("exact top-B", core=_exact_top, counted=False)
 LOW_RANK = Form("low-rank only", {"pattern": "linformer", "tile": None}, needs_keep=False, counted=False)
 
 
-def tiled(tile: tuple[int, int]) -> Form:
+def tiled(tile: Sides) -> Form:
     """Residual with lists shared in a tile."""
-    return Form(f"residual + tile {tile[0]}x{tile[1]}", {"residual": True, "tile": tile})
+    return Form(f"residual + tile {short(tile)}", {"residual": True, "tile": tile})
 
 
 def opening(config: SparseConfig) -> Form:

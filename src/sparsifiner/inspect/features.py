@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import Any, Literal
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from sparsifiner.convert import conversion_of
 from sparsifiner.errors import ConfigError
+from sparsifiner.hosts import tokens_of
 
 
 def feature_map(
@@ -24,7 +26,7 @@ def feature_map(
 
     Returns:
         Features ``[batch, D, rows, columns]``, before the host's last norm, and a boolean ``[batch, rows, columns]``,
-        True where the token was there to the end.
+        True where the token was there to the end. Of clips frames come before rows.
 
     Example:
         ``features, kept = feature_map(student, images)``
@@ -38,8 +40,8 @@ def feature_map(
     def prime(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         canvas[:] = [inputs[0][:, grid.prefix :]]  # before the first block all tokens are there
 
-    def paint(_: nn.Module, __: Any, tokens: Tensor) -> None:
-        patches, merged = tokens[:, grid.prefix :], grid.merged()
+    def paint(_: nn.Module, __: Any, output: Any) -> None:
+        patches, merged = tokens_of(output)[:, grid.prefix :], grid.merged()
         if grid.cells is None:
             canvas[:] = [patches]
             return
@@ -56,10 +58,9 @@ def feature_map(
             stack.callback(block.register_forward_hook(paint).remove)
         student(images)
     call = grid.latest
-    rows, columns = call.size
-    kept = torch.ones(len(images), rows * columns, dtype=torch.bool, device=canvas[0].device)
+    kept = torch.ones(len(images), math.prod(call.size), dtype=torch.bool, device=canvas[0].device)
     if call.cells is not None:
         merged = call.merged()
         there = torch.ones_like(call.cells, dtype=torch.bool) if merged is None else ~merged
         kept = torch.zeros_like(kept).scatter_(1, call.cells, there)
-    return canvas[0].mT.unflatten(2, (rows, columns)), kept.unflatten(1, (rows, columns))
+    return canvas[0].mT.unflatten(2, call.size), kept.unflatten(1, call.size)

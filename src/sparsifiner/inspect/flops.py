@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from sparsifiner.config import BlockTokens
 from sparsifiner.convert import config_of, conversion_of, restore, sparse_layers
 from sparsifiner.errors import ConfigError
-from sparsifiner.hosts import Host
+from sparsifiner.hosts import Host, tokens_of
 from sparsifiner.inspect.statistics import LayerStatistics, measure
 from sparsifiner.nn.attention import SparseAttention
 from sparsifiner.nn.grid import TokenGrid
@@ -231,7 +231,7 @@ def _cells_layer(layer: SparseAttention, n: int, prefix: int, measured: LayerSta
     if measured is not None:
         keys, standing = measured.connections / layer.num_heads, measured.standing / layer.num_heads
     shared = opening.tile is not None  # a tile's mean query asks, and its queries have still to meet what stands
-    tiles = math.prod(-(-side // part) for side, part in zip(opening.grid, opening.tile or (1, 1), strict=True))
+    tiles = math.prod(-(-side // part) for side, part in zip(opening.grid, opening.tile_sides, strict=True))
     return LayerCount(
         attention=2 * prefix * n * dim + 2 * keys * dim,
         predictor=min(patches, tiles) * levels.starts[-1] * dim + 2 * patches * dim,  # spreads: squared distances
@@ -263,22 +263,24 @@ def outside_attention(student: nn.Module) -> Outside:
     # Without gradients: torch's counter stumbles over a parameter that is expanded, as attention pooling does.
     dense = restore(student).to("meta").eval().requires_grad_(False)
     root = type(dense).__name__
-    sites = [f"{root}.{site.name}" for site in record.host.sites(dense)]
+    sites = {f"{root}.{site.name}": site for site in record.host.sites(dense)}
     names = {module: f"{root}.{name}" for name, module in dense.named_modules()}
-    blocks = tuple(f"{names[block.module]}." for block in record.host.blocks(dense))
     all_tokens, counts = record.host.grid(dense).num_tokens, _module_counts(record.host, dense)
-    mlp = {name: count for name, count in counts.items() if name.endswith(".mlp") and name.startswith(blocks)}
-    inside = [*sites, *mlp]
+    # What a block multiplies outside its attention is its feed-forward part, whatever that is called.
+    blocks = [names[block.module] for block in record.host.blocks(dense)]
+    mlp = [counts[block] - sum(counts[site] for site in sites if site.startswith(f"{block}.")) for block in blocks]
 
     @functools.cache
     def other_at(tokens: int) -> float:
         own = counts if tokens == all_tokens else _module_counts(record.host, dense, tokens)
-        return own[root] - sum(own[name] for name in inside)
+        return own[root] - sum(own[name] for name in blocks)
 
     return Outside(
-        projections=[sum(n for name, n in counts.items() if name.rpartition(".")[0] == site) for site in sites],
-        # One for each layer, unless blocks have several attentions or MLPs; tokens are not dropped in such models.
-        mlp=list(mlp.values()) if len(mlp) == len(sites) else [sum(mlp.values()) / len(sites)] * len(sites),
+        projections=[
+            counts[name] - dense_layer(all_tokens, site.num_heads * site.head_dim) for name, site in sites.items()
+        ],
+        # One for each layer, unless blocks have several attentions; tokens are not dropped in such models.
+        mlp=mlp if len(mlp) == len(sites) else [sum(mlp) / len(sites)] * len(sites),
         other=other_at(all_tokens),
         other_at=other_at,
     )
@@ -286,14 +288,17 @@ def outside_attention(student: nn.Module) -> Outside:
 
 def _module_counts(host: Host, dense: nn.Module, tokens: int | None = None) -> dict[str, float]:
     """Multiply-adds of each module of a model on the meta device; the head sees the first ``tokens`` or all."""
-    height, width = host.image_size(dense)
-    channels = next(p for p in dense.parameters() if p.ndim == 4).shape[1]
     dtype = next(dense.parameters()).dtype
-    image = torch.empty(1, channels, height, width, dtype=dtype, device="meta")
-    cut = host.last_block(dense).register_forward_hook(lambda block, inputs, output: output[:, :tokens])
+    image = torch.empty(1, *host.input_shape(dense), dtype=dtype, device="meta")
+
+    def shorten(block: nn.Module, inputs: Any, output: Any) -> Any:
+        fewer = tokens_of(output)[:, :tokens]
+        return fewer if isinstance(output, Tensor) else (fewer, *output[1:])
+
+    cut = host.last_block(dense).register_forward_hook(shorten)
     try:
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            dense(image)
+            dense(image, **host.settings(dense))
     finally:
         cut.remove()
     return {name: sum(by_op.values()) / 2 for name, by_op in counter.get_flop_counts().items()}

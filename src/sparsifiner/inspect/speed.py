@@ -24,8 +24,9 @@ from sparsifiner.ops import cpu, reference
 from sparsifiner.ops.attention import Residual, predict, sparse_attention
 from sparsifiner.ops.connectivity import Connectivity, low_rank_attention, query_groups
 from sparsifiner.ops.eager import top_budget
+from sparsifiner.sides import Sides
 
-Tile = tuple[int, int] | None
+Tile = Sides | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Problem:
     v: Tensor
     w_down: Tensor
     w_up: Tensor
-    grid: tuple[int, int]
+    grid: Sides
     num_prefix: int
     tau: float
     basis_threshold: float

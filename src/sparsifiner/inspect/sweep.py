@@ -13,6 +13,7 @@ from sparsifiner.convert import config_of, conversion_of, reconfigure, sparse_la
 from sparsifiner.errors import ConfigError
 from sparsifiner.inspect import compare
 from sparsifiner.inspect.statistics import measure
+from sparsifiner.sides import Sides, short
 
 # The keep rates a layer can get.
 LEVELS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
@@ -34,7 +35,7 @@ class Setting:
     layers: tuple[float, ...] | None = None
     tokens: TokenConfig | None = None
     tile: tuple[int, ...] | None = None
-    cells: tuple[tuple[int, int], ...] | None = None
+    cells: tuple[Sides, ...] | None = None
 
     def form(self) -> compare.Form:
         """As a way to run a model."""
@@ -48,8 +49,8 @@ class Setting:
     @property
     def shape(self) -> str:
         """What is shared and what cells there are, where that is not left to the model."""
-        parts = [] if self.tile is None else [f"tile {_by(self.tile)}" if self.tile else "per query"]
-        return ", ".join(parts + ([] if self.cells is None else [f"cells {' '.join(map(_by, self.cells))}"]))
+        parts = [] if self.tile is None else [f"tile {short(self.tile)}" if self.tile else "per query"]
+        return ", ".join(parts + ([] if self.cells is None else [f"cells {' '.join(map(short, self.cells))}"]))
 
     @property
     def name(self) -> str:
@@ -59,10 +60,6 @@ class Setting:
             fused = {False: "", True: " fused", "official": " fused officially"}[self.tokens.fuse]
             parts.append(f"{self.tokens.method} {self.tokens.keep:g}{fused}")
         return ", ".join(parts + [self.shape] * bool(self.shape))
-
-
-def _by(sides: Sequence[int]) -> str:
-    return "x".join(map(str, sides))
 
 
 @dataclasses.dataclass(frozen=True)

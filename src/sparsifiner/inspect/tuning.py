@@ -215,11 +215,10 @@ def time_layers(
             layer.core = timed
         student(batch.to(weight.device))
     grid = conversion_of(student).grid
-    rows, columns = grid.latest.size
     return TuningReport(
         layers=tuple(found.get(id(layer), LayerTiming()) for layer in layers),
         images=len(batch),
-        tokens=grid.num_prefix + rows * columns,
+        tokens=grid.num_prefix + math.prod(grid.latest.size),
         threads=torch.get_num_threads(),
         dtype=str(weight.dtype).removeprefix("torch."),
         machine=machine_name(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,15 @@ from sparsifiner.ops.attention import (
     sparse_attention,
 )
 from sparsifiner.ops.connectivity import Connectivity, low_rank_attention, query_groups
+from sparsifiner.sides import on_grid, spelled
+
+
+class Context(Protocol):
+    """What else a call brings that queries and keys depend on, such as `rotary.Rotary`; it belongs to that call."""
+
+    def left(self, cells: Tensor) -> Context:
+        """For the patches that are left, int64 ``[batch, patches left]``, where blocks before dropped some."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,19 +42,20 @@ class AttentionAdapter:
     """How one attention class of a host gives its queries, keys and values, and takes the result.
 
     Attributes:
-        qkv: from the host module and tokens ``[batch, n, D]`` to q, k, v ``[batch, heads, n, d]``.
+        qkv: from the host module, tokens ``[batch, n, D]`` and the call's context to q, k, v ``[batch, heads, n, d]``.
         project: from the host module, heads' output ``[batch, heads, n, d]`` and the tokens to what the module returns.
         mixing: the matrix ``[D, heads * d]`` in `project` that mixes the heads.
         scale: what the host module multiplies its logits by.
-        arguments: from the host module and what it is called with to the tokens ``[batch, n, D]``, and a line that says
-            why sparse attention cannot do what else is asked for, or None if it can.
+        arguments: from the host module and what it is called with to the tokens ``[batch, n, D]``, the context for
+            `qkv`, or None where the tokens say it all, and a line that says why sparse attention cannot do what else is
+            asked for, or None if it can.
     """
 
-    qkv: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
+    qkv: Callable[[Any, Tensor, Any], tuple[Tensor, Tensor, Tensor]]
     project: Callable[[Any, Tensor, Tensor], Any]
     mixing: Callable[[Any], Tensor]
     scale: Callable[[Any], float]
-    arguments: Callable[..., tuple[Tensor, str | None]]
+    arguments: Callable[..., tuple[Tensor, Context | None, str | None]]
 
 
 # What `arguments` says of a mask, whatever the host calls it.
@@ -141,7 +151,14 @@ class SparseAttention(StandIn):
         self.keep, self.dense, self.tile = settings
 
     def check(self, config: configuration.SparseConfig) -> None:
-        """An error if this layer cannot take these settings: its predictor fixes ``n_down``, the lack of one cells."""
+        """An error if this layer cannot take these settings: its predictor fixes ``n_down``, the lack of one cells.
+
+        Tiles and cells several frames deep need a grid of frames.
+        """
+        for tile in config.tiles:
+            on_grid(tile, self.grid.own_size, "a tile")
+        for cell in config.cells:
+            on_grid(cell, self.grid.own_size, "a cell")
         if config.asks_predictor and not self.has_predictor:
             raise ConfigError(
                 f"pattern={config.pattern!r} asks predictors, and this model, made with pattern='cells', has none: "
@@ -166,15 +183,18 @@ class SparseAttention(StandIn):
     def forward(self, *arguments: Any, **settings: Any) -> Any:
         """Takes and returns what the host module does; a mask is only possible where the layer is dense."""
         host, call = self.host, self.grid.call
-        x, refusal = self.adapter.arguments(host, *arguments, **settings)
+        x, context, refusal = self.adapter.arguments(host, *arguments, **settings)
         dense = self.is_dense(x.shape[1])
+        partial = context is not None and call.cells is not None  # the host would need what it has for all tokens
         # Nothing is asked of this layer that the host's own attention does not do.
-        plain = dense and call.ranks is None and call.presence is None
+        plain = dense and call.ranks is None and call.presence is None and not partial
         if refusal and not plain:
             raise ConfigError(refusal)
         if plain and not self.observers:
             return host.forward(*arguments, **settings)
-        q, k, v = self.adapter.qkv(host, x)
+        if context is not None and call.cells is not None:
+            context = context.left(call.cells)
+        q, k, v = self.adapter.qkv(host, x, context)
         if call.ranks is not None:
             pooled = call.ranks == "pooled"
             call.class_attention = class_attention(q, k, self.grid.prefix, self.scale, pooled=pooled)
@@ -304,7 +324,7 @@ class SparseAttention(StandIn):
     def _check_grid(self, n: int) -> None:
         if n != self.grid.tokens_left:
             raise ConfigError(
-                f"{n} tokens came in but the {self.grid.size[0]} x {self.grid.size[1]} grid and "
+                f"{n} tokens came in but the {spelled(self.grid.size)} grid and "
                 f"{self.grid.num_prefix} prefix tokens make {self.grid.tokens_left}"
             )
 
@@ -344,8 +364,8 @@ class SparseAttention(StandIn):
     @property
     def basis_threshold(self) -> float:
         """The threshold at the current grid: resampling spreads w_up's mass, so it scales alike."""
-        own, now = self.predictor.grid, self.grid.size
-        return self.config.basis_threshold * (own[0] * own[1]) / (now[0] * now[1])
+        own, now = math.prod(self.predictor.grid), math.prod(self.grid.size)
+        return self.config.basis_threshold * own / now
 
     def _show(self, observation: Observation) -> None:
         with torch.no_grad():

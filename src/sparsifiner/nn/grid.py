@@ -1,8 +1,9 @@
-"""Tokens as positions on a grid: landmark cells, and resampling to another grid."""
+"""Tokens as positions on a grid, of an image or of a clip: landmark cells, and resampling to another grid."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections.abc import Callable
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsifiner.errors import ConfigError
+from sparsifiner.sides import Sides, spelled
 
 
 class PerThread(threading.local):
@@ -36,7 +38,7 @@ class Call:
     """What belongs to one call of a model, and to no other: the image's grid, and which of its tokens are left.
 
     Attributes:
-        size: rows and columns of patches.
+        size: rows and columns of patches; of clips frames, rows and columns.
         num_fused: tokens after the prefix that stand for dropped ones; layers treat them as prefix tokens.
         cells: int64 ``[batch, patches left]``, the grid cell of each patch token in ascending order; None for all.
         stands: int64 ``[batch, fusions]``, where fused tokens are ranked as patches: the cells at which they stand, the
@@ -48,7 +50,7 @@ class Call:
         class_attention: ``[batch, n]``, what that layer told.
     """
 
-    size: tuple[int, int]
+    size: Sides
     num_fused: int = 0
     cells: Tensor | None = None
     stands: Tensor | None = None
@@ -86,11 +88,12 @@ class TokenGrid:
     the whole model, let a call wait while another of the same thread runs within it.
 
     Args:
-        size: rows and columns of patches of the model's own input size: what counts before any call.
+        size: rows and columns of patches of the model's own input size, of clips frames before them: what counts
+            before any call. A frame is one of patches, which may span several pictures.
         num_prefix: tokens at the start that are no patches (class, distillation, registers).
     """
 
-    def __init__(self, size: tuple[int, int], num_prefix: int) -> None:
+    def __init__(self, size: Sides, num_prefix: int) -> None:
         self.own_size = size
         self.num_prefix = num_prefix
         self._threads = PerThread(_Now)
@@ -112,11 +115,11 @@ class TokenGrid:
         """The call of this thread that ended last: for those who made it and want to know more than its output."""
         return self.call if self._now.latest.size == NO_SIZE else self._now.latest
 
-    def begin(self, size: tuple[int, int], *, only: bool = False) -> None:
+    def begin(self, size: Sides, *, only: bool = False) -> None:
         """A new input: all of its tokens are there.
 
         Args:
-            size: rows and columns of its patches.
+            size: rows and columns of its patches, of clips frames before them.
             only: the model takes no other size, so that this is its own.
         """
         if only:
@@ -144,8 +147,8 @@ class TokenGrid:
         self._now.dense = wanted
 
     @property
-    def size(self) -> tuple[int, int]:
-        """Rows and columns of patches."""
+    def size(self) -> Sides:
+        """Rows and columns of patches; of clips frames, rows and columns."""
         return self.call.size
 
     @property
@@ -166,7 +169,7 @@ class TokenGrid:
     @property
     def num_tokens(self) -> int:
         """Prefix tokens and patches of the whole grid, however many are left."""
-        return self.num_prefix + self.size[0] * self.size[1]
+        return self.num_prefix + math.prod(self.size)
 
     @property
     def prefix(self) -> int:
@@ -200,7 +203,7 @@ class TokenGrid:
         call = self.call
         places, older = call.cells, kept.new_empty(len(kept), 0)
         if places is None:
-            places = torch.arange(call.size[0] * call.size[1], device=kept.device).expand(len(kept), -1)
+            places = torch.arange(math.prod(call.size), device=kept.device).expand(len(kept), -1)
         if call.stands is not None:
             places, older = torch.cat([call.stands[:, :1], places], dim=1), call.stands
         kept = kept.gather(1, places.gather(1, kept).argsort(1))
@@ -245,33 +248,36 @@ class TokenGrid:
         return weights
 
 
-def landmark_cells(count: int, grid: tuple[int, int]) -> Tensor:
-    """Cuts the grid into ``count`` cells as square as can be: int64 ``[rows, columns]``, a cell index each.
+def landmark_cells(count: int, grid: Sides) -> Tensor:
+    """Cuts the grid into ``count`` cells with sides as equal as can be: int64, as the grid, a cell index each.
 
-    Rows of patches form bands of equal height, each cut into cells of equal width, to one patch.
+    Rows of patches form bands of equal height, each cut into cells of equal width, to one patch. Of clips frames form
+    bands, each cut as an image is: a patch is as long in time as it is wide.
     """
-    rows, columns = grid
-    if not 1 <= count <= rows * columns:
-        raise ConfigError(f"cannot cut a {rows} x {columns} grid into {count} cells")
-    feasible = [bands for bands in range(1, rows + 1) if -(-count // bands) <= columns and bands <= count]
+    if not 1 <= count <= math.prod(grid):
+        raise ConfigError(f"cannot cut a {spelled(grid)} grid into {count} cells")
+    length, *rest = grid
+    if not rest:
+        return torch.arange(length) * count // length
+    area = math.prod(rest)
+    feasible = [bands for bands in range(1, length + 1) if -(-count // bands) <= area and bands <= count]
 
     def elongation(bands: int) -> tuple[float, int]:
-        height, width = rows / bands, columns * bands / count
+        height, width = length / bands, (area * bands / count) ** (1 / len(rest))
         # Among equals, whole patches and equal bands make the more regular cells.
-        return max(height / width, width / height), (rows % bands) + (count % bands)
+        return max(height / width, width / height), (length % bands) + (count % bands)
 
     bands = min(feasible, key=elongation)
-    cells = torch.empty(rows, columns, dtype=torch.int64)
+    cells = torch.empty(grid, dtype=torch.int64)
     first = 0
     for band in range(bands):
         here = (band + 1) * count // bands - band * count // bands
-        band_rows = slice(band * rows // bands, (band + 1) * rows // bands)
-        cells[band_rows] = first + torch.arange(columns) * here // columns
+        cells[band * length // bands : (band + 1) * length // bands] = first + landmark_cells(here, tuple(rest))
         first += here
     return cells
 
 
-def landmark_pooling(count: int, grid: tuple[int, int], num_prefix: int) -> Tensor:
+def landmark_pooling(count: int, grid: Sides, num_prefix: int) -> Tensor:
     """Each landmark the mean of its cell: ``[count, n]``, rows that sum to one, nothing of the prefix."""
     cells = landmark_cells(count, grid).flatten()
     pooling = torch.zeros(count, num_prefix + len(cells))
@@ -279,22 +285,27 @@ def landmark_pooling(count: int, grid: tuple[int, int], num_prefix: int) -> Tens
     return pooling / pooling.sum(1, keepdim=True)
 
 
-def resample(weights: Tensor, old: tuple[int, int], new: tuple[int, int], num_prefix: int) -> Tensor:
-    """Carries ``[heads, m, n]`` from one grid to another as position embeddings are: bicubic over the patches.
+def resample(weights: Tensor, old: Sides, new: Sides, num_prefix: int) -> Tensor:
+    """Carries ``[heads, m, n]`` from one grid to another as position embeddings are: bicubic, or trilinear over time.
 
     Prefix columns are copied. Rows keep the sum over their patches: a landmark stays a mean of keys
     (w_down), and the attention mass it stands for is spread over more or fewer keys (w_up).
     """
     if old == new:
         return weights
+    if len(old) != len(new):
+        raise ConfigError(f"weights of a grid of {spelled(old)} patches cannot be resampled to one of {spelled(new)}")
     heads, landmarks, _ = weights.shape
     prefix, patches = weights[..., :num_prefix], weights[..., num_prefix:]
-    images = patches.reshape(1, heads * landmarks, *old).float()
-    resized = functional.interpolate(images, size=new, mode="bicubic", antialias=True)
+    pictures = patches.reshape(1, heads * landmarks, *old).float()
+    if len(old) == 2:
+        resized = functional.interpolate(pictures, size=new, mode="bicubic", antialias=True)
+    else:
+        resized = functional.interpolate(pictures, size=new, mode="trilinear")
     resized = resized.reshape(heads, landmarks, -1)
     before, after = patches.float().sum(-1, keepdim=True), resized.sum(-1, keepdim=True)
     # Rows that sum to nearly nothing have no mass to keep and would only be blown up.
     usable = after.abs() > 1e-3 * resized.abs().sum(-1, keepdim=True)
-    area = old[0] * old[1] / (new[0] * new[1])
+    area = math.prod(old) / math.prod(new)
     resized = resized * torch.where(usable, before / torch.where(usable, after, 1), area)
     return torch.cat([prefix, resized.to(weights.dtype)], dim=-1)

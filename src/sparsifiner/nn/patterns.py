@@ -6,6 +6,7 @@ connections, at the border of the grid too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -15,40 +16,42 @@ from sparsifiner.errors import BackendError, ConfigError
 from sparsifiner.nn.grid import landmark_cells
 from sparsifiner.ops.connectivity import Connectivity, lists_from_mask
 from sparsifiner.ops.eager import top_budget
+from sparsifiner.sides import Sides
 
 
-def _offsets(grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Rows and columns between every two patches, ``[patches, patches]`` each."""
-    rows, columns = grid
-    place = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-    apart = (place[:, None] - place[None]).abs()
-    return apart[..., 0], apart[..., 1]
+def _offsets(grid: Sides) -> Tensor:
+    """How far every two patches are apart along each side of the grid: ``[patches, patches, sides]``."""
+    place = torch.stack(torch.meshgrid(*map(torch.arange, grid), indexing="ij"), -1).view(-1, len(grid))
+    return (place[:, None] - place[None]).abs()
 
 
-def _window(grid: tuple[int, int], budget: int) -> Tensor:
+def _window(grid: Sides, budget: int) -> Tensor:
     """The nearest patches."""
-    down, across = _offsets(grid)
-    return -(down.square() + across.square()).float()
+    return -_offsets(grid).square().sum(-1).float()
 
 
-def _axial(grid: tuple[int, int], budget: int) -> Tensor:
-    """The query's row and column, the nearest first; then the lines beside them."""
-    down, across = _offsets(grid)
-    nearest, farthest = torch.minimum(down, across), torch.maximum(down, across)
-    return -(nearest * max(grid) + farthest).float()
+def _axial(grid: Sides, budget: int) -> Tensor:
+    """The query's row and column, of clips the same place in other frames too, the nearest first; then what is beside.
+
+    A patch on a line through the query differs from it along one side alone: how far it is off the nearest such line is
+    the sum of all offsets but the largest.
+    """
+    offsets = _offsets(grid)
+    farthest = offsets.amax(-1)
+    return -((offsets.sum(-1) - farthest) * max(grid) + farthest).float()
 
 
-def _strided(grid: tuple[int, int], budget: int) -> Tensor:
+def _strided(grid: Sides, budget: int) -> Tensor:
     """Patches at equal distances from the query in reading order, round the end to the beginning."""
-    patches = grid[0] * grid[1]
+    patches = math.prod(grid)
     steps = (torch.arange(budget) * patches / budget).round().long()
     keys = (torch.arange(patches)[:, None] + steps) % patches
     return torch.zeros(patches, patches).scatter_(1, keys, 1.0)
 
 
-def _bigbird(grid: tuple[int, int], budget: int) -> Tensor:
+def _bigbird(grid: Sides, budget: int) -> Tensor:
     """As BigBird: a quarter of the keys are the same for all queries, half are a window, the rest are drawn once."""
-    patches = grid[0] * grid[1]
+    patches = math.prod(grid)
     score = torch.rand(patches, patches, generator=torch.Generator().manual_seed(0))
     near = top_budget(_window(grid, budget) + patches * patches, max(1, budget // 2))
     score[near] += 1
@@ -60,7 +63,7 @@ def _bigbird(grid: tuple[int, int], budget: int) -> Tensor:
 
 
 # How each pattern ranks the patches ``[queries, keys]`` for a budget: the higher the earlier.
-RANKINGS: dict[str, Callable[[tuple[int, int], int], Tensor]] = {
+RANKINGS: dict[str, Callable[[Sides, int], Tensor]] = {
     "window": _window,
     "axial": _axial,
     "strided": _strided,
@@ -68,18 +71,18 @@ RANKINGS: dict[str, Callable[[tuple[int, int], int], Tensor]] = {
 }
 
 
-def pattern_mask(pattern: str, grid: tuple[int, int], num_prefix: int, budget: int) -> Tensor:
+def pattern_mask(pattern: str, grid: Sides, num_prefix: int, budget: int) -> Tensor:
     """Which tokens are connected, boolean ``[n, n]``: B patches a query, the prefix and the query itself.
 
     Args:
         pattern: one of ``RANKINGS``.
-        grid: rows and columns of patches.
+        grid: rows and columns of patches, of clips frames before them.
         num_prefix: tokens at the start that attend to everything and are attended to by all.
         budget: B.
     """
     if pattern not in RANKINGS:
         raise ConfigError(f"unknown pattern {pattern!r}: choose one of {', '.join(RANKINGS)}")
-    patches = grid[0] * grid[1]
+    patches = math.prod(grid)
     budget = min(budget, patches)
     ranks = RANKINGS[pattern](grid, budget)
     mask = torch.ones(num_prefix + patches, num_prefix + patches, dtype=torch.bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,12 @@ from torch import Tensor, nn
 from sparsifiner.errors import BackendError, ConfigError
 from sparsifiner.nn.grid import TokenGrid, landmark_pooling, resample
 from sparsifiner.ops import cpu
+from sparsifiner.sides import Sides, spelled
+
+
+def is_predictors(name: str) -> bool:
+    """Whether a tensor of this name in a state dict is a predictor's; V-JEPA 2 calls a part of its own so."""
+    return f".{name}".endswith((".predictor.w_down", ".predictor.w_up"))
 
 
 class ConnectivityPredictor(nn.Module):
@@ -20,12 +27,12 @@ class ConnectivityPredictor(nn.Module):
     Before calibration a landmark is the mean key of a cell of the grid, and stands for its cell evenly.
     """
 
-    def __init__(self, num_heads: int, n_down: int, grid: tuple[int, int], num_prefix: int) -> None:
+    def __init__(self, num_heads: int, n_down: int, grid: Sides, num_prefix: int) -> None:
         super().__init__()
-        patches = grid[0] * grid[1]
+        patches = math.prod(grid)
         if n_down > patches:
             raise ConfigError(
-                f"n_down={n_down} is more landmarks than the {grid[0]} x {grid[1]} grid has patches ({patches})"
+                f"n_down={n_down} is more landmarks than the {spelled(grid)} grid has patches ({patches})"
             )
         self.grid = grid
         self.num_prefix = num_prefix
@@ -41,7 +48,7 @@ class ConnectivityPredictor(nn.Module):
         """The number of landmarks."""
         return self.w_down.shape[1]
 
-    def at(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def at(self, grid: Sides) -> tuple[Tensor, Tensor]:
         """``(w_down, w_up)`` for a grid; what was resampled is kept until the weights change."""
         if grid == self.grid:
             return self.w_down, self.w_up
@@ -80,13 +87,13 @@ class ConnectivityPredictor(nn.Module):
         except RuntimeError as error:  # a tensor that torch.vmap maps over has no memory of its own
             raise BackendError("torch.vmap over a predictor's weights needs backend='eager' or 'reference'") from error
 
-    def _resample(self, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def _resample(self, grid: Sides) -> tuple[Tensor, Tensor]:
         return (
             resample(self.w_down, self.grid, grid, self.num_prefix),
             resample(self.w_up, self.grid, grid, self.num_prefix),
         )
 
-    def rebase(self, grid: tuple[int, int]) -> None:
+    def rebase(self, grid: Sides) -> None:
         """Makes ``grid`` the predictor's own: the parameters themselves are resampled."""
         if grid == self.grid:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from sparsifiner.ops.connectivity import (
     tile_means,
     tiles_of,
 )
+from sparsifiner.sides import Sides, spelled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +42,11 @@ def predict(
     w_up: Tensor,
     *,
     budget: int,
-    grid: tuple[int, int],
+    grid: Sides,
     num_prefix: int = 1,
     tau: float = 0.05,
     basis_threshold: float = 0.01,
-    tile: tuple[int, int] | None = None,
+    tile: Sides | None = None,
     scale: float | None = None,
     backend: str = "auto",
     positions: Tensor | None = None,
@@ -58,8 +60,8 @@ def predict(
     """
     _check(q, k)
     batch, heads, n = q.shape[:3]
-    if positions is None and num_prefix + grid[0] * grid[1] != n:
-        raise ConfigError(f"{n} tokens are not {num_prefix} prefix tokens and a {grid[0]} x {grid[1]} grid")
+    if positions is None and num_prefix + math.prod(grid) != n:
+        raise ConfigError(f"{n} tokens are not {num_prefix} prefix tokens and a {spelled(grid)} grid")
     if positions is not None and positions.shape != (batch, n):
         raise ConfigError(f"positions must be [{batch}, {n}], got {tuple(positions.shape)}")
     shared, own = (heads, n), (batch, heads, n)

@@ -40,6 +40,7 @@ from sparsifiner.ops.connectivity import (
     tiles_of,
 )
 from sparsifiner.ops.eager import CHUNK_ELEMENTS, top_mask
+from sparsifiner.sides import Sides, on_grid, spelled
 
 # Spreads below this count as this: a cell of equal keys has nothing to open, and its logarithm must be finite.
 _NOTHING = 1e-30
@@ -154,28 +155,34 @@ class Cells:
         return finer.new_zeros(*finer.shape[:2], width, finer.shape[3]).index_add(2, parent, finer)
 
 
-def cut_cells(grid: tuple[int, int], cells: Sequence[tuple[int, int]], device: torch.device) -> Cells:
-    """Cuts a grid into cells from the top left corner; the last ones are smaller where they do not divide it.
+def cut_cells(grid: Sides, cells: Sequence[Sides], device: torch.device) -> Cells:
+    """Cuts a grid into cells from its first patch on; the last ones are smaller where they do not divide it.
 
     Args:
-        grid: rows and columns of patches.
-        cells: rows and columns of a cell of each level, finest first.
+        grid: rows and columns of patches, of clips frames before them.
+        cells: as many sides of a cell of each level, finest first.
         device: of the result.
     """
-    sides = [(-(-grid[0] // rows), -(-grid[1] // columns)) for rows, columns in cells]
-    starts = tuple(itertools.accumulate([down * across for down, across in sides], initial=0))
+    counts = [_number_along(grid, cell) for cell in cells]
+    starts = tuple(itertools.accumulate([math.prod(along) for along in counts], initial=0))
 
-    def numbers(side: tuple[int, ...], part: tuple[int, ...], start: int, columns: int) -> Tensor:
-        down, across = (torch.arange(n, device=device) // p for n, p in zip(side, part, strict=True))
-        return (start + down[:, None] * columns + across).flatten()
+    def numbers(sides: Sides, parts: Sides, level: int) -> Tensor:
+        found = torch.zeros((), dtype=torch.int64, device=device)
+        for side, part, count in zip(sides, parts, counts[level], strict=True):  # row by row, as patches are counted
+            found = found[..., None] * count + torch.arange(side, device=device) // part
+        return starts[level] + found.flatten()
 
-    of = numbers(grid, cells[0], 0, sides[0][1])
     parents = []
     for level, (fine, coarse) in enumerate(itertools.pairwise(cells)):
-        ratio = (coarse[0] // fine[0], coarse[1] // fine[1])
-        parents.append(numbers(sides[level], ratio, starts[level + 1], sides[level + 1][1]))
+        ratio = tuple(large // small for small, large in zip(fine, coarse, strict=True))
+        parents.append(numbers(counts[level], ratio, level + 1))
     parents.append(torch.full((starts[-1] - starts[-2],), -1, device=device))
-    return Cells(of[None], torch.cat(parents), starts)
+    return Cells(numbers(grid, cells[0], 0)[None], torch.cat(parents), starts)
+
+
+def _number_along(sides: Sides, parts: Sides) -> Sides:
+    """How many parts there are along each side; the last may be cut."""
+    return tuple(-(-side // part) for side, part in zip(sides, parts, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,8 +372,8 @@ class Opening:
     """How cells are cut and opened: what `connect` and `fused` need beside queries, keys and values.
 
     Attributes:
-        grid: rows and columns of patches.
-        cells: rows and columns of patches in a cell of each level, finest first.
+        grid: rows and columns of patches, of clips frames before them.
+        cells: rows and columns of patches in a cell of each level, finest first; of clips frames too.
         budget: B, the keys that the opened cells may hold.
         breadth: how many times the keys of the cells opened at one level those opened at the next coarser hold.
         tolerance: as in `open_cells`.
@@ -375,45 +382,50 @@ class Opening:
         closed: whether cells that are not opened stand for their keys, or are left out.
     """
 
-    grid: tuple[int, int]
+    grid: Sides
     budget: int
-    cells: Sequence[tuple[int, int]] = ((2, 2),)
+    cells: Sequence[Sides] = ((2, 2),)
     breadth: float = 3.0
     tolerance: float = 0.0
     num_prefix: int = 1
-    tile: tuple[int, int] | None = None
+    tile: Sides | None = None
     closed: bool = True
+
+    @property
+    def cell_sides(self) -> tuple[Sides, ...]:
+        """As ``cells``, with a number for each side of the grid."""
+        return tuple(on_grid(cell, self.grid, "a cell") for cell in self.cells)
+
+    @property
+    def tile_sides(self) -> Sides:
+        """As ``tile``, with a number for each side of the grid; of one query where none share."""
+        return on_grid(self.tile or (1, 1), self.grid, "a tile")
 
     def levels(self) -> Levels:
         """What the budget of keys opens at each level of this grid."""
-        grid, cells, budget = self.grid, self.cells, self.budget
-        coarsest, (rows, columns) = cells[-1], cells[0]
-        if coarsest[0] > grid[0] or coarsest[1] > grid[1]:
+        grid, cells, budget = self.grid, self.cell_sides, self.budget
+        if any(part > side for part, side in zip(cells[-1], grid, strict=True)):
             raise ConfigError(
-                f"cells of {coarsest[0]} x {coarsest[1]} patches are larger than the grid of {grid[0]} x {grid[1]}: "
-                "make them smaller"
+                f"cells of {spelled(cells[-1])} patches are larger than the grid of {spelled(grid)}: make them smaller"
             )
-        if budget < rows * columns:
+        if budget < math.prod(cells[0]):
             raise ConfigError(
-                f"a budget of {budget} keys is less than one cell of {rows} x {columns} patches: raise keep, or make "
+                f"a budget of {budget} keys is less than one cell of {spelled(cells[0])} patches: raise keep, or make "
                 "cells smaller"
             )
-        counts = [-(-grid[0] // rows) * -(-grid[1] // columns) for rows, columns in cells]
+        counts = [math.prod(_number_along(grid, cell)) for cell in cells]
         candidates, opened, standing = counts[-1], [], 0
         for level in reversed(range(len(cells))):
             area = math.prod(cells[level])
             # The subtraction undoes binary rounding, as in `budget`.
             wanted = budget // area if level == 0 else math.ceil(budget * self.breadth**level / area - 1e-9)
-            rows_touched, columns_touched = (
-                _touched(side, across, part)
-                for side, across, part in zip(grid, self.tile or (1, 1), cells[level], strict=True)
-            )
-            own = rows_touched * columns_touched
+            sides = zip(grid, self.tile_sides, cells[level], strict=True)
+            own = math.prod([_touched(side, across, part) for side, across, part in sides])
             opened.append(min(candidates, max(wanted, own)))
             standing += candidates - opened[-1]
             if level:
                 candidates = min(counts[level - 1], opened[-1] * area // math.prod(cells[level - 1]))
-        keys = min(grid[0] * grid[1], opened[-1] * rows * columns)
+        keys = min(math.prod(grid), opened[-1] * math.prod(cells[0]))
         starts = tuple(itertools.accumulate(counts, initial=0))
         return Levels(starts, tuple(reversed(opened)), self.num_prefix + keys + standing * self.closed)
 
@@ -432,7 +444,7 @@ def _whole(opening: Opening, device: torch.device) -> _Whole:
 
 def _make_whole(opening: Opening, device: torch.device) -> _Whole:
     levels = opening.levels()
-    cells = cut_cells(opening.grid, opening.cells, device)
+    cells = cut_cells(opening.grid, opening.cell_sides, device)
     return levels, cells, query_groups(opening.grid, opening.num_prefix, opening.tile, device)
 
 

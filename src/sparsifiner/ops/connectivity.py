@@ -1,17 +1,20 @@
 """Eq. 1-3: from queries and keys to the lists of keys each query attends to.
 
 Shapes: ``[batch, heads, n, d]`` for queries, keys and values, with ``num_prefix`` prefix tokens (class,
-distillation, registers) first and the patches of the grid after them in row-major order.
+distillation, registers) first and the patches of the grid after them in row-major order. A grid has rows and columns,
+or of clips frames, rows and columns: what is written here for any number of sides.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from torch import Tensor
 
 from sparsifiner.errors import ConfigError
+from sparsifiner.sides import Sides, on_grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,25 +130,27 @@ def lists_from_mask(mask: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return lists.view(*mask.shape[:-1], width), counts
 
 
-def query_groups(grid: tuple[int, int], num_prefix: int, tile: tuple[int, int] | None, device: torch.device) -> Tensor:
+def query_groups(grid: Sides, num_prefix: int, tile: Sides | None, device: torch.device) -> Tensor:
     """The token indices that share a list, int64 ``[groups, size]``, -1 padded where a tile is cut.
 
-    Tiles start at the top left corner; where they do not divide the grid, the last ones are smaller.
+    Tiles start at the first frame's top left corner; where they do not divide the grid, the last ones are smaller.
     """
-    rows, columns = grid
-    tokens = torch.arange(rows * columns, device=device).view(rows, columns) + num_prefix
+    tokens = torch.arange(math.prod(grid), device=device).view(grid) + num_prefix
     if tile is None:
         return tokens.reshape(-1, 1)
-    height, width = min(tile[0], rows), min(tile[1], columns)
-    padded = torch.nn.functional.pad(tokens, (0, -columns % width, 0, -rows % height), value=-1)
-    tiles = padded.view(padded.shape[0] // height, height, padded.shape[1] // width, width)
-    return tiles.transpose(1, 2).reshape(-1, height * width)
+    parts = [min(part, side) for part, side in zip(on_grid(tile, grid, "a tile"), grid, strict=True)]
+    room = [(0, -side % part) for part, side in zip(parts, grid, strict=True)]
+    padded = torch.nn.functional.pad(tokens, [end for ends in reversed(room) for end in ends], value=-1)
+    for axis, part in enumerate(parts):  # tiles along each side, and the patches along it in each
+        padded = padded.unflatten(2 * axis, (-1, part))
+    axes = range(padded.ndim)
+    return padded.permute(*axes[::2], *axes[1::2]).reshape(-1, math.prod(parts))
 
 
-def tiles_of(grid: tuple[int, int], tile: tuple[int, int], places: Tensor) -> tuple[Tensor, int]:
+def tiles_of(grid: Sides, tile: Sides, places: Tensor) -> tuple[Tensor, int]:
     """The tile, by number, of patches at ``places`` of the grid, and how many tiles there are."""
     groups = query_groups(grid, 0, tile, places.device)
-    tile_of = torch.zeros(grid[0] * grid[1] + 1, dtype=torch.long, device=places.device)
+    tile_of = torch.zeros(math.prod(grid) + 1, dtype=torch.long, device=places.device)
     tile_of[groups] = torch.arange(len(groups), device=places.device)[:, None]  # padding, -1, writes to the last
     return tile_of[places], len(groups)
 

@@ -26,6 +26,7 @@ from sparsifiner.inspect.sweep import Point
 from sparsifiner.nn.attention import Observation
 from sparsifiner.nn.patterns import pattern_mask
 from sparsifiner.report.plots import pyplot, save, trade_off
+from sparsifiner.sides import Sides
 
 # Told apart by colour-blind readers, and in print.
 MAP = "viridis"
@@ -49,7 +50,7 @@ class Scene:
     """
 
     photo: np.ndarray
-    grid: tuple[int, int]
+    grid: Sides
     query: tuple[int, int]
     num_prefix: int
     maps: dict[int, LayerCapture]
@@ -320,7 +321,7 @@ def recalls(statistics: Sequence[LayerStatistics], images: int) -> Any:
     return figure
 
 
-def kept_tokens(photo: np.ndarray, grid: tuple[int, int], stages: Sequence[tuple[int, Tensor]], method: str) -> Any:
+def kept_tokens(photo: np.ndarray, grid: Sides, stages: Sequence[tuple[int, Tensor]], method: str) -> Any:
     """(h) What is left of the photo after each pruning.
 
     Args:

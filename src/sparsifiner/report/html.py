@@ -23,6 +23,7 @@ from sparsifiner.inspect.machine import environment
 from sparsifiner.inspect.statistics import LayerStatistics
 from sparsifiner.report.plots import pyplot
 from sparsifiner.report.tables import GAIN_TITLES, TITLES, cells, gain_cells, gain_note
+from sparsifiner.sides import spelled
 
 # Nothing from outside, and no scripts, whatever a name in a checkpoint may hold.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -85,8 +86,7 @@ def _about(student: nn.Module) -> str:
     ours = sum(p.numel() for layer in layers if layer.has_predictor for p in layer.predictor.parameters()) / 1e6
     facts = {
         "host": f"{record.host_name}, {type(student).__name__}",
-        "input": " x ".join(map(str, record.host.image_size(student)))
-        + f" pixels, {record.host.grid(student).num_tokens} tokens",
+        "input": _input(student),
         "attention": f"{len(layers)} layers of {layers[0].num_heads} heads",
         "keys kept": keep,
         "chosen by": {"learned": "the predictor", "cells": "the means of cells"}.get(config.pattern, config.pattern),
@@ -100,6 +100,14 @@ def _about(student: nn.Module) -> str:
     return "<dl>" + "".join(f"<dt>{_text(name)}</dt><dd>{_text(fact)}</dd>" for name, fact in facts.items()) + "</dl>"
 
 
+def _input(student: nn.Module) -> str:
+    """What the model takes, in words."""
+    host = conversion_of(student).host
+    frames, tokens = host.frames(student), host.grid(student).num_tokens
+    clip = "" if frames is None else f"{frames} frames of "
+    return f"{clip}{spelled(host.image_size(student))} pixels, {tokens} tokens"
+
+
 def _form(config: SparseConfig) -> dict[str, object]:
     """What only one way to choose keys has."""
     if config.asks_predictor:
@@ -108,7 +116,7 @@ def _form(config: SparseConfig) -> dict[str, object]:
             "thresholds": f"tau {config.tau:.4g}, basis {config.basis_threshold:.4g}",
             "residual": "on" if config.residual else "off (the paper's form)",
         }
-    levels = ", ".join(f"{rows} x {columns}" for rows, columns in config.cells)
+    levels = ", ".join(map(spelled, config.cells))
     refined = f"; coarser ones opened hold {config.breadth:g} times the keys of finer" if len(config.cells) > 1 else ""
     standing = "stand for their keys as one token" if config.residual else "are left out"
     return {"cells": f"{levels} patches{refined}", "cells not opened": standing}

@@ -57,8 +57,8 @@ class PruningBlock(StandIn):
         """Takes new settings of the same method."""
         self.config = config
 
-    def forward(self, x: Tensor, *arguments: Any, **settings: Any) -> Tensor:
-        """Tokens ``[batch, n, D]`` to fewer tokens."""
+    def forward(self, x: Tensor, *arguments: Any, **settings: Any) -> Any:
+        """Tokens ``[batch, n, D]`` to fewer tokens, returned as the host's block does."""
         if self.grid.dense or self.config.keep == 1:
             return self.host.forward(x, *arguments, **settings)
         call = self.grid.call
@@ -71,7 +71,7 @@ class PruningBlock(StandIn):
             assert call.class_attention is not None  # `install_pruning` has seen that a layer is there to tell it
             x = evit.prune(x, call.class_attention, self.grid, self.config)
         call.ranks = call.class_attention = None
-        return self.adapter.feed(self.host, x)
+        return self.adapter.wrap(self.adapter.feed(self.host, x))
 
     def extra_repr(self) -> str:
         """Shown by print(model)."""
