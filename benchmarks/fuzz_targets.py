@@ -26,7 +26,7 @@ import fuzz_mutations as mutations
 import sparsifiner as sp
 from sparsifiner import checkpoint
 from sparsifiner.cli.main import app as command_line
-from sparsifiner.convert import host_of
+from sparsifiner.convert import host_of, note_tuning
 from sparsifiner.data.images import open_images, preprocessing
 from sparsifiner.distillation import state
 from sparsifiner.distillation.data import from_files, mixing
@@ -34,6 +34,7 @@ from sparsifiner.distillation.recipe import Recipe, config_for
 from sparsifiner.distillation.teacher import CachedTeacher
 from sparsifiner.errors import SparsifinerError
 from sparsifiner.inspect.journal import Journal
+from sparsifiner.inspect.tuning import LayerTiming, TuningReport
 from sparsifiner.models import create_host, read_weights
 
 NAME, SIZE, CLASSES = "vit_fuzz_sparsifiner", 16, 4
@@ -119,6 +120,14 @@ def _huggingface() -> torch.nn.Module | None:
 CELLS = sp.SparseConfig(0.5, pattern="cells", cells=((2, 2), (4, 4)), breadth=1.5, tile=(2, 2))
 
 
+def _tuned(model: Any) -> Any:
+    """With a tile of its own in each layer, and what was measured when they were chosen."""
+    student = sp.sparsify(model, CELLS.replace(tile=[(2, 2), None]))
+    times = {"dense": 1.0, "per query": 0.5, "tile 2x2": 0.4}
+    note_tuning(student, TuningReport((LayerTiming(times), LayerTiming()), 1, 17, 1).to_dict())
+    return student
+
+
 class Checkpoints(Target):
     """Converted models: by name, with tokens dropped, predictors alone, with cells and none, of Hugging Face."""
 
@@ -132,6 +141,7 @@ class Checkpoints(Target):
             _saved(sp.sparsify(self.host, pruned), folder),
             _saved(sp.sparsify(self.host, config), folder, host_weights=False),
             _saved(sp.sparsify(self.host, CELLS), folder),
+            _saved(_tuned(self.host), folder),
         ]
         if (other := _huggingface()) is not None:
             self.files.append(_saved(sp.sparsify(other, config), folder))
@@ -141,7 +151,7 @@ class Checkpoints(Target):
 
     def make(self, draw: Random) -> Case:
         # Hugging Face's models take longer to make: fewer of them.
-        number = draw.choice([0, 0, 0, 1, 1, 2, 2, 3, 3, 4][: 2 * len(self.files) + 1])
+        number = draw.choice([0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5][: 2 * len(self.files)])
         return Case(mutations.spoil_safetensors(self.files[number], draw, self.files, "sparsifiner"), number)
 
     def run(self, case: Case) -> None:
@@ -232,6 +242,7 @@ class Configs(Target):
         made = [
             sp.SparseConfig(0.3, n_down=4, tile=(2, 2)),
             sp.SparseConfig([0.3, 0.5], n_down=4, tokens=tokens),
+            sp.SparseConfig(0.3, n_down=4, tile=[(2, 2), None]),
             CELLS,
         ]
         self.documents = [json.loads(config.to_json()) for config in made]
