@@ -75,16 +75,19 @@ FRONTS = (
     Front(patches=400, tile=(4, 4), cells=((2, 2), (4, 4), (8, 8)), breadth=2.5),
     Front(patches=1100, most=0.15, tile=(4, 4), cells=((1, 2), (2, 4), (4, 8)), breadth=2.0),
 )
+# The same for clips, of the error and length of lists at 1,568 and 8,192 patches: see docs/video.md.
+FRONTS_OF_CLIPS = (Front(patches=0, tile=(2, 2, 4), cells=((2, 1, 2), (4, 2, 4)), breadth=2.0),)
 
 
 def suggest_config(model: nn.Module, keep: float | Sequence[float], **changes: Any) -> SparseConfig:
     """Settings that measured well without training, for the grid of this model.
 
     They open cells (``pattern="cells"``), which needs no calibration, with levels and tiles by the number of patches
-    and by how much is kept (`FRONTS`). With ``pattern="learned"``, or a fixed pattern, they are the predictor's.
-    `SparseConfig` has the paper's own defaults; these differ: at most 64 landmarks, one for each square cell of the
-    grid (49 on 14 x 14 patches), a ``tau`` of their mean coefficient, and a ``basis_threshold`` that is the same share
-    of a key's mean attention at every number of tokens. See docs/cells.md and docs/calibration.md.
+    and by how much is kept (`FRONTS`, `FRONTS_OF_CLIPS`). With ``pattern="learned"``, or a fixed pattern, they are the
+    predictor's. `SparseConfig` has the paper's own defaults; these differ: at most 64 landmarks, one for each square
+    cell of the grid (49 on 14 x 14 patches), a ``tau`` of their mean coefficient, and a ``basis_threshold`` that is the
+    same share of a key's mean attention at every number of tokens. See docs/cells.md, docs/video.md and
+    docs/calibration.md.
 
     Args:
         model: the dense model that will be converted, or a converted one.
@@ -106,10 +109,11 @@ def suggest_config(model: nn.Module, keep: float | Sequence[float], **changes: A
 
 
 def _front(size: Sides, keep: float | Sequence[float]) -> dict[str, Any]:
-    """The row of `FRONTS` for a grid, without levels whose cells are larger than it."""
+    """The row of the fronts for a grid, without levels whose cells are larger than it."""
     kept = SparseConfig(keep).keep  # or an error that says what is wrong with it
     mean = statistics.fmean(kept) if isinstance(kept, Sequence) else kept
-    row = next(row for row in reversed(FRONTS) if math.prod(size) >= row.patches and mean <= row.most)
+    fronts = FRONTS if len(size) == 2 else FRONTS_OF_CLIPS
+    row = next(row for row in reversed(fronts) if math.prod(size) >= row.patches and mean <= row.most)
     levels = [on_grid(cell, size, "a cell") for cell in row.cells]
     fitting = [cell for cell in levels if all(map(operator.le, cell, size))]
     cells = fitting or [tuple(map(min, levels[0], size))]

@@ -235,11 +235,19 @@ def test_what_is_suggested(name):
     model = make(name)
     student = sp.sparsify(model, sp.suggest_config(model, 0.3))
     config = sp.config_of(student)
-    assert config.pattern == "cells"
+    assert (config.pattern, config.tile, config.cells) == ("cells", (2, 2, 4), ((2, 1, 2), (4, 2, 4)))
     assert torch.isfinite(out(student, clips())).all()
     learned = sp.suggest_config(model, 0.3, pattern="learned")
     assert learned.n_down <= 64
     assert torch.isfinite(out(sp.sparsify(model, learned), clips())).all()
+
+
+def test_what_is_suggested_for_short_clips():
+    model = make("VJEPA2Model", frames_per_clip=4)
+    assert sp.suggest_config(model, 0.3).cells == ((2, 1, 2),)
+    model = make("VJEPA2Model", frames_per_clip=2)
+    assert sp.suggest_config(model, 0.3).cells == ((1, 1, 2),)
+    assert torch.isfinite(out(sp.sparsify(model, sp.suggest_config(model, 0.3)), clips(1, 2))).all()
 
 
 @pytest.mark.parametrize("pattern", ["window", "axial", "strided", "bigbird", "linformer"])

@@ -112,7 +112,7 @@ def test_kept_tokens(student, scene, photos):
     stages = figures.left_tokens(student, photos[0], tokens)
     assert [(block, len(cells)) for block, cells in stages] == [(0, 13), (2, 7)]
     assert sp.config_of(student).tokens is None
-    figure = figures.kept_tokens(scene.photo, scene.grid, stages, "evit 0.5")
+    figure = figures.kept_tokens(scene, stages, "evit 0.5")
     for axes, (_, cells) in zip(figure.axes[1:], stages, strict=True):
         shade = axes.get_images()[1].get_array()[..., 3].flatten()
         assert np.array_equal(np.flatnonzero(shade == 0), cells.numpy())

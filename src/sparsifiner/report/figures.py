@@ -7,6 +7,7 @@ trade-off (e) of `sparsifiner.report.plots` where a sweep was made.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from sparsifiner.inspect.sweep import Point
 from sparsifiner.nn.attention import Observation
 from sparsifiner.nn.patterns import pattern_mask
 from sparsifiner.report.plots import pyplot, save, trade_off
-from sparsifiner.sides import Sides
+from sparsifiner.sides import Sides, spelled
 
 # Told apart by colour-blind readers, and in print.
 MAP = "viridis"
@@ -38,39 +39,91 @@ SHADE = 0.4  # the grey that is over them: black would hide what is kept of a da
 class Scene:
     """One photo in one converted model, and all that the figures show of it.
 
+    Of a clip some frames of its patches are shown, beside each other; numbers in captions are of all of it.
+
     Attributes:
-        photo: ``[height, width, 3]`` in [0, 1], as the model saw it.
-        grid: rows and columns of patches.
-        query: row and column of the patch whose attention is shown.
+        photo: ``[height, width, 3]`` in [0, 1], as the model saw it; of a clip ``[pictures, height, width, 3]``.
+        grid: rows and columns of patches, of a clip frames before them.
+        query: the patch whose attention is shown: its row and column, of a clip its frame before them.
         num_prefix: tokens before the patches.
         maps: each layer's attention of that patch, all heads.
         coefficients: each sparse layer's low-rank attention of all patches, ``[heads, patches, m]``.
         statistics: recall, connections and densities of each layer.
         student: the model.
+        frames: of a clip those that are shown.
     """
 
     photo: np.ndarray
     grid: Sides
-    query: tuple[int, int]
+    query: Sides
     num_prefix: int
     maps: dict[int, LayerCapture]
     coefficients: dict[int, Tensor]
     statistics: list[LayerStatistics]
     student: nn.Module
+    frames: tuple[int, ...] = ()
 
     def on_grid(self, row: Tensor) -> np.ndarray:
-        """A row over all tokens ``[n]`` as a picture ``[rows, columns]`` of the patches."""
-        return row[self.num_prefix :].float().cpu().reshape(self.grid).numpy()
+        """A row over all tokens ``[n]`` as a picture ``[rows, columns]`` of the patches, frames beside each other."""
+        return self.beside(row[self.num_prefix :].float().cpu().numpy())
+
+    def beside(self, patches: np.ndarray) -> np.ndarray:
+        """Values of all patches, of whatever kind, as such a picture."""
+        values = patches.reshape(self.grid)
+        return np.concatenate([values[frame] for frame in self.frames], 1) if self.frames else values
+
+    @property
+    def background(self) -> np.ndarray:
+        """The photo, or of a clip the first of the pictures that each frame shown is made of."""
+        pictures = [self.photo[frame * len(self.photo) // self.grid[0]] for frame in self.frames]
+        return np.concatenate(pictures, 1) if pictures else self.photo
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Rows and columns of patches in a picture."""
+        rows, columns = self.grid[-2:]
+        return rows, columns * self.wide
+
+    @property
+    def wide(self) -> int:
+        """How many frames wide a picture is."""
+        return max(1, len(self.frames))
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Row and column of the query in a picture; None where its frame is not shown."""
+        row, column = self.query[-2:]
+        if not self.frames:
+            return row, column
+        if self.query[0] not in self.frames:
+            return None
+        return row, column + self.frames.index(self.query[0]) * self.grid[2]
+
+    @property
+    def token(self) -> int:
+        """The query among all tokens."""
+        return self.num_prefix + int(np.ravel_multi_index(self.query, self.grid))
+
+    def patches_kept(self, mask: Tensor) -> str:
+        """How many patches a row of a mask over all tokens ``[n]`` keeps, for a caption."""
+        return f"{int(mask[self.num_prefix :].sum())} of {math.prod(self.grid)} patches"
 
 
-def look(student: nn.Module, image: Tensor, photo: np.ndarray, query: tuple[int, int] | None = None) -> Scene:
-    """Runs a converted model on one image ``[channels, height, width]`` with all its tokens.
+def look(
+    student: nn.Module,
+    image: Tensor,
+    photo: np.ndarray,
+    query: Sides | None = None,
+    frames: Sequence[int] | None = None,
+) -> Scene:
+    """Runs a converted model on one image ``[channels, height, width]``, or a clip, with all its tokens.
 
     Args:
         student: a converted model; as it was afterwards.
-        image: preprocessed.
+        image: preprocessed; of a clip ``[frames, channels, height, width]``.
         photo: the same to look at.
-        query: row and column of the patch to follow; the middle if not given.
+        query: row and column of the patch to follow, of a clip frame, row and column; the middle if not given.
+        frames: of a clip the frames of patches to show beside each other; the query's if not given.
     """
     record = conversion_of(student)
     found: dict[int, Tensor] = {}
@@ -82,23 +135,39 @@ def look(student: nn.Module, image: Tensor, photo: np.ndarray, query: tuple[int,
 
     with running_as(student, Form("figures", {"tokens": None}), None), torch.inference_mode():
         student(image[None])  # so that the grid is the image's
-        rows, columns = size = record.grid.latest.size
-        row, column = query or (rows // 2, columns // 2)
-        if not (0 <= row < rows and 0 <= column < columns):
-            raise ConfigError(f"patch ({row}, {column}) does not exist: the image has {rows} x {columns} patches")
-        token = record.grid.num_prefix + row * columns + column
-        with capture(student, queries=[token]) as seen, observing(sparse_layers(student), note):
+        size = record.grid.latest.size
+        maps: dict[int, LayerCapture] = {}
+        query = tuple(side // 2 for side in size) if query is None else tuple(query)
+        scene = Scene(
+            photo, size, query, record.grid.num_prefix, maps, found, [], student, _chosen(size, query, frames)
+        )
+        if photo.ndim != len(size) + 1:
+            raise ConfigError(f"the photo of {spelled(size)} patches has {photo.ndim} dimensions, not {len(size) + 1}")
+        with capture(student, queries=[scene.token]) as seen, observing(sparse_layers(student), note):
             student(image[None])
-        statistics = measure(student, image[None])
-        maps = dict(seen)
-    return Scene(photo, size, (row, column), record.grid.num_prefix, maps, found, statistics, student)
+        maps |= seen
+        return dataclasses.replace(scene, statistics=measure(student, image[None]))
 
 
-def _show(axes: Any, photo: np.ndarray, values: np.ndarray | None, scene: Scene) -> None:
-    """A photo, with values of the patches over it and the query framed."""
-    rows, columns = scene.grid
+def _chosen(size: Sides, query: Sides, frames: Sequence[int] | None) -> tuple[int, ...]:
+    """The frames to show, or an error if the query or one of them does not exist."""
+    if len(query) != len(size) or not all(0 <= at < side for at, side in zip(query, size, strict=True)):
+        raise ConfigError(f"patch {query} does not exist: there are {spelled(size)} patches")
+    if len(size) == 2:
+        if frames is not None:
+            raise ConfigError("an image has no frames: leave them out")
+        return ()
+    chosen = tuple(query[:1] if frames is None else frames)
+    if wrong := [frame for frame in chosen if not 0 <= frame < size[0]]:
+        raise ConfigError(f"frame {wrong[0]} does not exist: the clip has frames of patches 0 to {size[0] - 1}")
+    return chosen
+
+
+def _show(axes: Any, values: np.ndarray | None, scene: Scene) -> None:
+    """The photo, with values of the patches over it and the query framed."""
+    rows, columns = scene.sides
     extent = (0, columns, rows, 0)
-    axes.imshow(photo, extent=extent, interpolation="bilinear")
+    axes.imshow(scene.background, extent=extent, interpolation="bilinear")
     if values is not None:
         top = float(values.max())
         # What has no attention lets the photo through, so that both can be seen.
@@ -109,8 +178,12 @@ def _show(axes: Any, photo: np.ndarray, values: np.ndarray | None, scene: Scene)
 
 
 def _mark(axes: Any, scene: Scene) -> None:
-    """Frames the query, in light on dark, so that it is seen on any photo."""
-    row, column = scene.query
+    """Frames the query, in light on dark, so that it is seen on any photo; lines are between frames of a clip."""
+    for frame in range(1, scene.wide):
+        axes.axvline(frame * scene.grid[-1], color="white", linewidth=1.5)
+    if scene.place is None:
+        return
+    row, column = scene.place
     for colour, width in (("black", 3.0), ("white", 1.4)):
         axes.add_patch(pyplot().Rectangle((column, row), 1, 1, fill=False, edgecolor=colour, linewidth=width))
 
@@ -122,10 +195,10 @@ def _bare(axes: Any) -> None:
         side.set_visible(False)
 
 
-def _kept(axes: Any, mask: np.ndarray, scene: Scene, photo: np.ndarray | None = None) -> None:
+def _kept(axes: Any, mask: np.ndarray, scene: Scene) -> None:
     """The patches that are connected, as they are; the others under grey."""
-    rows, columns = scene.grid
-    axes.imshow(scene.photo if photo is None else photo, extent=(0, columns, rows, 0), interpolation="bilinear")
+    rows, columns = scene.sides
+    axes.imshow(scene.background, extent=(0, columns, rows, 0), interpolation="bilinear")
     shade = np.full((rows, columns, 4), SHADE)
     shade[..., 3] = np.where(mask, 0.0, 1 - DROPPED)
     axes.imshow(shade, extent=(0, columns, rows, 0), interpolation="nearest")
@@ -138,17 +211,17 @@ def connections(scene: Scene, layers: Sequence[int], heads: Sequence[int]) -> An
     titles = ("query", "connected keys", "sparse attention", "full attention")
     cases = [(layer, head) for layer in layers for head in heads]
     figure, panels = pyplot().subplots(
-        len(cases), 4, figsize=(8, 2.05 * len(cases)), dpi=150, squeeze=False, layout="constrained"
+        len(cases), 4, figsize=(8 * scene.wide, 2.05 * len(cases)), dpi=150, squeeze=False, layout="constrained"
     )
     for (layer, head), row in zip(cases, panels, strict=True):
         seen = scene.maps[layer]
-        mask = scene.on_grid(seen.mask[0, head, 0]) > 0
-        _show(row[0], scene.photo, None, scene)
-        _kept(row[1], mask, scene)
-        _show(row[2], scene.photo, scene.on_grid(seen.sparse_map[0, head, 0]), scene)
-        _show(row[3], scene.photo, scene.on_grid(seen.full_map[0, head, 0]), scene)
+        mask = seen.mask[0, head, 0]
+        _show(row[0], None, scene)
+        _kept(row[1], scene.on_grid(mask) > 0, scene)
+        _show(row[2], scene.on_grid(seen.sparse_map[0, head, 0]), scene)
+        _show(row[3], scene.on_grid(seen.full_map[0, head, 0]), scene)
         row[0].set_ylabel(f"layer {layer}, head {head}", fontsize=8)
-        row[1].set_xlabel(f"{int(mask.sum())} of {mask.size} patches", fontsize=7)
+        row[1].set_xlabel(scene.patches_kept(mask), fontsize=7)
     for axes, title in zip(panels[0], titles, strict=True):
         axes.set_title(title, fontsize=9)
     return figure
@@ -159,14 +232,14 @@ def three_attentions(scene: Scene, layers: Sequence[int], head: int) -> Any:
     estimated = "low-rank estimate" if config_of(scene.student).asks_predictor else "through standing cells"
     titles = ("query", "full attention", estimated, "sparse attention")
     figure, panels = pyplot().subplots(
-        len(layers), 4, figsize=(8, 2.05 * len(layers)), dpi=150, squeeze=False, layout="constrained"
+        len(layers), 4, figsize=(8 * scene.wide, 2.05 * len(layers)), dpi=150, squeeze=False, layout="constrained"
     )
     for layer, row in zip(layers, panels, strict=True):
         seen = scene.maps[layer]
         estimate = torch.zeros_like(seen.full_map) if seen.estimate is None else seen.estimate
         pictures = [scene.on_grid(x[0, head, 0]) for x in (seen.full_map, estimate, seen.sparse_map)]
         top = max(float(picture.max()) for picture in pictures)
-        _show(row[0], scene.photo, None, scene)
+        _show(row[0], None, scene)
         for axes, picture in zip(row[1:], pictures, strict=True):
             axes.imshow(picture, cmap=MAP, vmin=0, vmax=top, interpolation="nearest")
             _bare(axes)
@@ -184,7 +257,7 @@ def opened_cells(scene: Scene, layers: Sequence[int], head: int) -> Any:
         raise ConfigError("every layer shown is dense: it opens no cells")
     titles = ("query", "opened cells", "attention through both", "full attention")
     figure, panels = pyplot().subplots(
-        len(found), 4, figsize=(8, 2.05 * len(found)), dpi=150, squeeze=False, layout="constrained"
+        len(found), 4, figsize=(8 * scene.wide, 2.05 * len(found)), dpi=150, squeeze=False, layout="constrained"
     )
     for layer, row in zip(found, panels, strict=True):
         seen = scene.maps[layer]
@@ -192,23 +265,25 @@ def opened_cells(scene: Scene, layers: Sequence[int], head: int) -> Any:
         assert seen.estimate is not None
         rest = seen.estimate[0, head, 0]  # the kept keys share what it leaves them
         used = seen.sparse_map[0, head, 0] * (1 - rest.sum()) + rest
-        mask = scene.on_grid(seen.mask[0, head, 0]) > 0
-        numbers = seen_cells(seen.opened, seen.queries)[0, head, 0].reshape(scene.grid).numpy()
-        _show(row[0], scene.photo, None, scene)
-        _kept(row[1], mask, scene)
-        standing = _outline(row[1], numbers, mask)
+        mask = seen.mask[0, head, 0]
+        opened = scene.on_grid(mask) > 0
+        numbers = seen_cells(seen.opened, seen.queries)[0, head, 0]
+        _show(row[0], None, scene)
+        _kept(row[1], opened, scene)
+        _outline(row[1], scene.beside(numbers.cpu().numpy()), opened)
+        standing = len(numbers[~mask[scene.num_prefix :]].unique())
         kind = "standing cells" if config_of(scene.student).residual else "cells left out"
-        row[1].set_xlabel(f"{int(mask.sum())} of {mask.size} patches, {standing} {kind}", fontsize=7)
-        _show(row[2], scene.photo, scene.on_grid(used), scene)
-        _show(row[3], scene.photo, scene.on_grid(seen.full_map[0, head, 0]), scene)
+        row[1].set_xlabel(f"{scene.patches_kept(mask)}, {standing} {kind}", fontsize=7)
+        _show(row[2], scene.on_grid(used), scene)
+        _show(row[3], scene.on_grid(seen.full_map[0, head, 0]), scene)
         row[0].set_ylabel(f"layer {layer}, head {head}", fontsize=8)
     for axes, title in zip(panels[0], titles, strict=True):
         axes.set_title(title, fontsize=9)
     return figure
 
 
-def _outline(axes: Any, numbers: np.ndarray, opened: np.ndarray) -> int:
-    """Draws the borders of cells, bright around opened ones; returns how many are not opened."""
+def _outline(axes: Any, numbers: np.ndarray, opened: np.ndarray) -> None:
+    """Draws the borders of cells, bright around opened ones."""
     from matplotlib.collections import LineCollection
 
     cells, bright = np.pad(numbers, 1, constant_values=-1), np.pad(opened, 1)
@@ -221,7 +296,6 @@ def _outline(axes: Any, numbers: np.ndarray, opened: np.ndarray) -> int:
                 lines[bool(bright[row, column] or bright[other])].append([end, (column, row)])
     axes.add_collection(LineCollection(lines[False], colors="white", alpha=0.3, linewidths=0.4))
     axes.add_collection(LineCollection(lines[True], colors="#fde725", linewidths=1.0))
-    return len(np.unique(numbers[~opened]))
 
 
 def basis(scene: Scene, layers: Sequence[int], head: int, most: int = 16) -> Any:
@@ -231,7 +305,12 @@ def basis(scene: Scene, layers: Sequence[int], head: int, most: int = 16) -> Any
         raise ConfigError("every layer shown is dense: there is no basis to draw")
     count = min(most, config_of(scene.student).n_down)
     figure, panels = pyplot().subplots(
-        len(found), count, figsize=(0.75 * count, 0.95 * len(found)), dpi=200, squeeze=False, layout="constrained"
+        len(found),
+        count,
+        figsize=(0.75 * count * scene.wide, 0.95 * len(found)),
+        dpi=200,
+        squeeze=False,
+        layout="constrained",
     )
     for number, row in zip(found, panels, strict=True):
         layer = sparse_layers(scene.student)[number]
@@ -284,15 +363,18 @@ def patterns(scene: Scene, layers: Sequence[int], head: int) -> Any:
     """(f) Fixed patterns beside the model's own, at the same number of keys."""
     fixed = ("window", "axial", "strided", "bigbird")
     figure, panels = pyplot().subplots(
-        len(layers), len(fixed) + 1, figsize=(9, 1.95 * len(layers)), dpi=150, squeeze=False, layout="constrained"
+        len(layers),
+        len(fixed) + 1,
+        figsize=(9 * scene.wide, 1.95 * len(layers)),
+        dpi=150,
+        squeeze=False,
+        layout="constrained",
     )
-    row, column = scene.query
-    token = scene.num_prefix + row * scene.grid[1] + column
     for number, line in zip(layers, panels, strict=True):
         layer = sparse_layers(scene.student)[number]
         for name, axes in zip(fixed, line, strict=False):
             mask = pattern_mask(name, scene.grid, scene.num_prefix, layer.budget())
-            _kept(axes, scene.on_grid(mask[token]) > 0, scene)
+            _kept(axes, scene.on_grid(mask[scene.token]) > 0, scene)
             if number == layers[0]:
                 axes.set_title(name, fontsize=9)
         _kept(line[-1], scene.on_grid(scene.maps[number].mask[0, head, 0]) > 0, scene)
@@ -321,30 +403,29 @@ def recalls(statistics: Sequence[LayerStatistics], images: int) -> Any:
     return figure
 
 
-def kept_tokens(photo: np.ndarray, grid: Sides, stages: Sequence[tuple[int, Tensor]], method: str) -> Any:
+def kept_tokens(scene: Scene, stages: Sequence[tuple[int, Tensor]], method: str) -> Any:
     """(h) What is left of the photo after each pruning.
 
     Args:
-        photo: ``[height, width, 3]`` in [0, 1].
-        grid: rows and columns of patches.
+        scene: the photo and its patches.
         stages: numbers of the blocks that drop tokens, and the cells they leave.
         method: its name.
     """
-    rows, columns = grid
-    extent = (0, columns, rows, 0)
+    rows, columns = scene.sides
+    extent, patches, width = (0, columns, rows, 0), math.prod(scene.grid), 2.1 * scene.wide * (len(stages) + 1)
     figure, panels = pyplot().subplots(
-        1, len(stages) + 1, figsize=(2.1 * (len(stages) + 1), 2.4), dpi=150, squeeze=False, layout="constrained"
+        1, len(stages) + 1, figsize=(width, 2.4), dpi=150, squeeze=False, layout="constrained"
     )
-    panels[0][0].imshow(photo, extent=extent)
+    panels[0][0].imshow(scene.background, extent=extent)
     panels[0][0].set_title("photo", fontsize=9)
     for axes, (block, cells) in zip(panels[0][1:], stages, strict=True):
-        gone = np.ones(rows * columns)
+        gone = np.ones(patches)
         gone[cells.cpu().numpy()] = 0
         shade = np.zeros((rows, columns, 4))
-        shade[..., :3], shade[..., 3] = 1.0, 0.85 * gone.reshape(rows, columns)
-        axes.imshow(photo, extent=extent)
+        shade[..., :3], shade[..., 3] = 1.0, 0.85 * scene.beside(gone)
+        axes.imshow(scene.background, extent=extent)
         axes.imshow(shade, extent=extent, interpolation="nearest")
-        axes.set_title(f"{method}, block {block}: {len(cells)} of {rows * columns}", fontsize=8)
+        axes.set_title(f"{method}, block {block}: {len(cells)} of {patches}", fontsize=8)
     for axes in panels[0]:
         _bare(axes)
     return figure
@@ -418,7 +499,7 @@ def figures(
         "patterns": lambda: patterns(scene, layers, heads[0]),
         "recall": lambda: recalls(scene.statistics, 1),
         "tokens": lambda: kept_tokens(
-            scene.photo, scene.grid, left_tokens(scene.student, image, tokens), f"{tokens.method} {tokens.keep:g}"
+            scene, left_tokens(scene.student, image, tokens), f"{tokens.method} {tokens.keep:g}"
         ),
     }
     if swept is not None:

@@ -25,6 +25,8 @@ from sparsifiner.report.plots import pyplot
 from sparsifiner.report.tables import GAIN_TITLES, TITLES, cells, gain_cells, gain_note
 from sparsifiner.sides import spelled
 
+MOST_FRAMES = 6  # of a clip beside each other
+
 # Nothing from outside, and no scripts, whatever a name in a checkpoint may hold.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 STYLE = """
@@ -219,15 +221,14 @@ def write_report(
 
 
 def pictures_of(student: nn.Module, image: Any, photo: Any, name: str) -> list[Picture]:
-    """The figures of one photo that say most in a report."""
+    """The figures of one photo, or of one clip with its pictures, that say most in a report."""
     from sparsifiner.config import TokenConfig
     from sparsifiner.report import figures
 
     scene = figures.look(student, image, photo)
     depth = len(sparse_layers(student))
     layers = sorted({depth // 6, depth // 2, max(0, depth - 2)})
-    row, column = scene.query
-    where = f"{name}, patch ({row}, {column})"
+    where = f"{name}, patch {scene.query}"
     tokens = config_of(student).tokens or TokenConfig(0.7)
     found = [
         Picture(
@@ -239,7 +240,7 @@ def pictures_of(student: nn.Module, image: Any, photo: Any, name: str) -> list[P
         ),
         Picture(figures.recalls(scene.statistics, 1), f"{name}: recall of each layer and head."),
         Picture(
-            figures.kept_tokens(photo, scene.grid, figures.left_tokens(student, image, tokens), tokens.method),
+            figures.kept_tokens(scene, figures.left_tokens(student, image, tokens), tokens.method),
             f"{name}: the patches that are left when tokens are dropped ({tokens.method}, keep {tokens.keep:g}).",
         ),
     ]
@@ -253,4 +254,12 @@ def pictures_of(student: nn.Module, image: Any, photo: Any, name: str) -> list[P
     if any(scene.maps[layer].opened is not None for layer in layers):
         shown = "the cells it opens, the others dimmed, and what it attends to through both."
         found.insert(1, Picture(figures.opened_cells(scene, layers, 0), f"{where}, head 0: {shown}"))
+    if scene.frames:
+        count = scene.grid[0]
+        some = sorted(
+            {frame * count // MOST_FRAMES for frame in range(MOST_FRAMES)} if count > MOST_FRAMES else range(count)
+        )
+        over = dataclasses.replace(scene, frames=tuple(some))
+        said = f"{where}, head 0, over frames {', '.join(map(str, some))} of {count}."
+        found.insert(1, Picture(figures.connections(over, layers, [0]), said))
     return found
