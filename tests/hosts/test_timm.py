@@ -98,7 +98,7 @@ def test_attention_that_gates_its_output():
     student = check(model, (20, 20))
     layer = sparse_layers(student)[0]
     x = torch.randn(2, 26, 24)
-    q, k, v = layer.adapter.qkv(layer.host, x)
+    q, k, v = layer.adapter.qkv(layer.host, x, None)
     heads = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(layer.adapter.project(layer.host, heads, x), layer.host(x))
 

@@ -32,7 +32,7 @@ INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic")
 NO_WEIGHTS = "sparse attention has no weights to output: look at it with sparsifiner.capture, or set keep=1.0"
 
 
-def _qkv(attention: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _qkv(attention: Any, x: Tensor, context: None) -> tuple[Tensor, Tensor, Tensor]:
     shape = (*x.shape[:-1], -1, attention.head_dim)
     q, k, v = (part(x).view(shape).transpose(1, 2) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
     return q, k, v
@@ -40,12 +40,12 @@ def _qkv(attention: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _arguments(
     attention: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **settings: Any
-) -> tuple[Tensor, str | None]:
+) -> tuple[Tensor, None, str | None]:
     if attention_mask is not None or settings.get("is_causal"):
-        return hidden_states, NO_MASK
+        return hidden_states, None, NO_MASK
     # As transformers decides whether to record them.
     weights = settings.get("output_attentions", getattr(attention.config, "output_attentions", False))
-    return hidden_states, NO_WEIGHTS if weights else None
+    return hidden_states, None, NO_WEIGHTS if weights else None
 
 
 def _project(attention: Any, heads: Tensor, x: Tensor, *, name: str) -> tuple[Tensor, None]:

@@ -37,7 +37,7 @@ REASONS = {
 }
 
 
-def _qkv(attention: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _qkv(attention: Any, x: Tensor, context: None) -> tuple[Tensor, Tensor, Tensor]:
     batch, n, _ = x.shape
     packed = attention.qkv(x).reshape(batch, n, 3, attention.num_heads, attention.head_dim)
     q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)  # views of [batch, heads, n, d]
@@ -61,8 +61,8 @@ def _scale(attention: Any) -> float:
 
 def _arguments(
     attention: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-) -> tuple[Tensor, str | None]:
-    return x, NO_MASK if attn_mask is not None or is_causal else None
+) -> tuple[Tensor, None, str | None]:
+    return x, None, NO_MASK if attn_mask is not None or is_causal else None
 
 
 # By exact type: a subclass may compute something else.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,24 +28,33 @@ from sparsifiner.ops.attention import (
 from sparsifiner.ops.connectivity import Connectivity, low_rank_attention, query_groups
 
 
+class Context(Protocol):
+    """What else a call brings that queries and keys depend on, such as `rotary.Rotary`; it belongs to that call."""
+
+    def left(self, cells: Tensor) -> Context:
+        """For the patches that are left, int64 ``[batch, patches left]``, where blocks before dropped some."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionAdapter:
     """How one attention class of a host gives its queries, keys and values, and takes the result.
 
     Attributes:
-        qkv: from the host module and tokens ``[batch, n, D]`` to q, k, v ``[batch, heads, n, d]``.
+        qkv: from the host module, tokens ``[batch, n, D]`` and the call's context to q, k, v ``[batch, heads, n, d]``.
         project: from the host module, heads' output ``[batch, heads, n, d]`` and the tokens to what the module returns.
         mixing: the matrix ``[D, heads * d]`` in `project` that mixes the heads.
         scale: what the host module multiplies its logits by.
-        arguments: from the host module and what it is called with to the tokens ``[batch, n, D]``, and a line that says
-            why sparse attention cannot do what else is asked for, or None if it can.
+        arguments: from the host module and what it is called with to the tokens ``[batch, n, D]``, the context for
+            `qkv`, or None where the tokens say it all, and a line that says why sparse attention cannot do what else is
+            asked for, or None if it can.
     """
 
-    qkv: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]
+    qkv: Callable[[Any, Tensor, Any], tuple[Tensor, Tensor, Tensor]]
     project: Callable[[Any, Tensor, Tensor], Any]
     mixing: Callable[[Any], Tensor]
     scale: Callable[[Any], float]
-    arguments: Callable[..., tuple[Tensor, str | None]]
+    arguments: Callable[..., tuple[Tensor, Context | None, str | None]]
 
 
 # What `arguments` says of a mask, whatever the host calls it.
@@ -172,15 +181,18 @@ class SparseAttention(StandIn):
     def forward(self, *arguments: Any, **settings: Any) -> Any:
         """Takes and returns what the host module does; a mask is only possible where the layer is dense."""
         host, call = self.host, self.grid.call
-        x, refusal = self.adapter.arguments(host, *arguments, **settings)
+        x, context, refusal = self.adapter.arguments(host, *arguments, **settings)
         dense = self.is_dense(x.shape[1])
+        partial = context is not None and call.cells is not None  # the host would need what it has for all tokens
         # Nothing is asked of this layer that the host's own attention does not do.
-        plain = dense and call.ranks is None and call.presence is None
+        plain = dense and call.ranks is None and call.presence is None and not partial
         if refusal and not plain:
             raise ConfigError(refusal)
         if plain and not self.observers:
             return host.forward(*arguments, **settings)
-        q, k, v = self.adapter.qkv(host, x)
+        if context is not None and call.cells is not None:
+            context = context.left(call.cells)
+        q, k, v = self.adapter.qkv(host, x, context)
         if call.ranks is not None:
             pooled = call.ranks == "pooled"
             call.class_attention = class_attention(q, k, self.grid.prefix, self.scale, pooled=pooled)
