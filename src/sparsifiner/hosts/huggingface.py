@@ -48,7 +48,7 @@ def _arguments(
     return hidden_states, None, NO_WEIGHTS if weights else None
 
 
-def _project(attention: Any, heads: Tensor, x: Tensor, *, name: str) -> tuple[Tensor, None]:
+def _project(attention: Any, heads: Tensor, x: Tensor, context: None, *, name: str) -> tuple[Tensor, None]:
     return getattr(attention, name)(heads.transpose(1, 2).flatten(2)), None  # no weights, as with torch's own attention
 
 

@@ -1,4 +1,4 @@
-"""timm's VisionTransformer family."""
+"""timm's VisionTransformer and Eva families."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers import attention as timm_attention
-from timm.models import vision_transformer
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from sparsifiner.errors import CheckpointError, DataError, reason_of
-from sparsifiner.hosts import BlockAdapter, BlockSite, Host, Site, obstacle, refuse_tracing
+from sparsifiner.hosts import BlockSite, Host, Site, obstacle, refuse_tracing
 from sparsifiner.hosts.lvvit import LVViT  # registers it with timm too, so that `_build` finds it by name
-from sparsifiner.nn.attention import NO_MASK, AttentionAdapter
+from sparsifiner.hosts.timm.attention import ADAPTERS
+from sparsifiner.hosts.timm.blocks import BLOCKS
 from sparsifiner.nn.grid import TokenGrid
 
 SUPPORTED = (
-    "timm's VisionTransformer family: ViT of any size, DeiT (distilled too), DeiT-3, DINOv2, LV-ViT, "
-    "with or without class token, registers, layer scale or qk-norm"
+    "timm's VisionTransformer and Eva families: ViT of any size, DeiT (distilled too), DeiT-3, DINOv2, LV-ViT, EVA, "
+    "EVA-02, DINOv3, Perception Encoder, with or without rotary embedding, class token, registers, layer scale or "
+    "qk-norm"
 )
 
 # Why families that are not VisionTransformers cannot be converted, by the start of the class name, where their parts do
@@ -34,42 +35,6 @@ REASONS = {
     "SHViT": "its attention has one head, over some of the channels, between convolutions",
     "EfficientVitMsra": "its heads run one after the other, each on what the last one gave",
     "EfficientVit": "its attention is linear: without a softmax there are no weights of which to keep the largest",
-}
-
-
-def _qkv(attention: Any, x: Tensor, context: None) -> tuple[Tensor, Tensor, Tensor]:
-    batch, n, _ = x.shape
-    packed = attention.qkv(x).reshape(batch, n, 3, attention.num_heads, attention.head_dim)
-    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)  # views of [batch, heads, n, d]
-    return attention.q_norm(q), attention.k_norm(k), v
-
-
-def _project(attention: Any, heads: Tensor, x: Tensor) -> Tensor:
-    out = attention.norm(heads.transpose(1, 2).flatten(2))
-    if getattr(attention, "gate", None) is not None:
-        out = out * attention.gate(x).sigmoid()
-    return attention.proj_drop(attention.proj(out))
-
-
-def _mixing(attention: Any) -> Tensor:
-    return attention.proj.weight
-
-
-def _scale(attention: Any) -> float:
-    return attention.scale
-
-
-def _arguments(
-    attention: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-) -> tuple[Tensor, None, str | None]:
-    return x, None, NO_MASK if attn_mask is not None or is_causal else None
-
-
-# By exact type: a subclass may compute something else.
-ADAPTERS = {
-    timm_attention.Attention: AttentionAdapter(
-        qkv=_qkv, project=_project, mixing=_mixing, scale=_scale, arguments=_arguments
-    )
 }
 
 
@@ -135,9 +100,9 @@ def _watch(model: Any, grid: TokenGrid) -> Any:
 
 
 def _refusal(model: nn.Module) -> str | None:
-    if not isinstance(model, VisionTransformer):
+    if not isinstance(model, VisionTransformer | Eva):
         return _why_not(model)
-    if not isinstance(model.patch_drop, nn.Identity):
+    if not isinstance(model.patch_drop, nn.Identity | None):
         return "it drops patches in training (patch_drop_rate): make it with patch_drop_rate=0"
     sites = list(_sites(model))
     if not sites:
@@ -148,12 +113,12 @@ def _refusal(model: nn.Module) -> str | None:
 
 
 def _why_not(model: nn.Module) -> str:
-    """Of a model of timm that is no VisionTransformer."""
+    """Of a model of timm that is of neither family."""
     name = type(model).__name__
     if any("Partition" in type(module).__name__ for module in model.modules()):
         return "its attention works inside windows and grids, not over all tokens"
     known = next((reason for start, reason in REASONS.items() if name.startswith(start)), None)
-    return known or obstacle(model) or "it is not a timm VisionTransformer"
+    return known or obstacle(model) or "it is not a timm VisionTransformer or Eva"
 
 
 def _grid(model: Any) -> TokenGrid:
@@ -221,34 +186,7 @@ def _image_size(model: Any) -> tuple[int, int]:
 
 
 def _class_token(model: Any) -> bool:
-    return bool(model.has_class_token)
-
-
-def _attend(block: Any, x: Tensor, **settings: Any) -> Tensor:
-    return x + block.drop_path1(block.ls1(block.attn(block.norm1(x), **settings)))
-
-
-def _feed(block: Any, x: Tensor) -> Tensor:
-    return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
-
-
-def _attend_normed(block: Any, x: Tensor, **settings: Any) -> Tensor:
-    return x + block.drop_path1(block.norm1(block.attn(x, **settings)))
-
-
-def _feed_normed(block: Any, x: Tensor) -> Tensor:
-    return x + block.drop_path2(block.norm2(block.mlp(x)))
-
-
-def _width(block: Any) -> int:
-    return block.attn.proj.out_features
-
-
-# By exact type, as above. Blocks that do both halves at once have nothing in between.
-BLOCKS = {
-    vision_transformer.Block: BlockAdapter(attend=_attend, feed=_feed, dim=_width),
-    vision_transformer.ResPostBlock: BlockAdapter(attend=_attend_normed, feed=_feed_normed, dim=_width),
-}
+    return model.cls_token is not None
 
 
 def _blocks(model: Any) -> list[BlockSite]:
