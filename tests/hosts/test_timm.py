@@ -318,20 +318,31 @@ def test_models_of_no_library_hear_why():
         find_host(foreign)
     assert "timm's VisionTransformer and Eva families" in str(caught.value)
     assert "Hugging Face's ViT" in str(caught.value)
-    with pytest.raises(UnsupportedModelError, match="the VisionTransformer in it can: convert its module"):
+    with pytest.raises(UnsupportedModelError, match="holds a model.*this is done with its module, a VisionTransformer"):
         find_host(torch.nn.DataParallel(make_vit()))
 
 
-def test_features_only_is_converted_by_what_it_holds():
-    net = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=3, features_only=True).eval()
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3", "vit_small_patch16_rope_mixed_224"]
+)
+def test_features_only_is_converted_inside(name, tmp_path):
+    net = timm.create_model(name, img_size=64, depth=3, features_only=True).eval()
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
     images = torch.randn(2, 3, 64, 64)
-    expected = net(images)
-    with pytest.raises(UnsupportedModelError, match="the VisionTransformer in it can: convert its model and put"):
-        sp.sparsify(net, sp.SparseConfig(0.3, n_down=4))
-    net.model = sp.sparsify(net.model, sp.SparseConfig(1.0, n_down=4))
-    assert all(torch.equal(one, other) for one, other in zip(net(images), expected, strict=True))
-    sp.reconfigure(net.model, keep=0.2)
-    assert not torch.equal(net(images)[-1], expected[-1])
+    with torch.no_grad():
+        expected = net(images)
+        student = sp.sparsify(net, sp.SparseConfig(1.0, n_down=4))
+        assert all(torch.equal(one, other) for one, other in zip(student(images), expected, strict=True))
+        sp.reconfigure(student, keep=0.2)
+        sp.calibrate(student, images)
+        sparse = student(images)
+        assert not torch.allclose(sparse[-1], expected[-1], atol=1e-5)
+        restored = sp.restore(student)(images)
+        assert all(torch.equal(one, other) for one, other in zip(restored, expected, strict=True))
+        sp.save(student, tmp_path / "net.safetensors")
+        loaded = sp.load(tmp_path / "net.safetensors", model=net)
+        assert all(torch.equal(one, other) for one, other in zip(loaded(images), sparse, strict=True))
 
 
 def test_tracing_by_torch_fx_is_refused_with_what_to_do():

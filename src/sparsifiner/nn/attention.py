@@ -46,9 +46,9 @@ class AttentionAdapter:
             module returns.
         mixing: the matrix ``[D, heads * d]`` in `project` that mixes the heads.
         scale: what the host module multiplies its logits by.
-        arguments: from the host module and what it is called with to the tokens ``[batch, n, D]``, the context, or
-            None where the tokens say it all, and a line that says why sparse attention cannot do what else is asked
-            for, or None if it can.
+        arguments: from the host module and what it is called with to the tokens ``[batch, n, D]``, or ``[batch, rows,
+            columns, D]``, the context, or None where the tokens say it all, and a line that says why sparse attention
+            cannot do what else is asked for, or None if it can.
     """
 
     qkv: Callable[[Any, Tensor, Any], tuple[Tensor, Tensor, Tensor]]
@@ -183,7 +183,7 @@ class SparseAttention(StandIn):
         """Takes and returns what the host module does; a mask is only possible where the layer is dense."""
         host, call = self.host, self.grid.call
         x, context, refusal = self.adapter.arguments(host, *arguments, **settings)
-        dense = self.is_dense(x.shape[1])
+        dense = self.is_dense(x.shape[1:-1].numel())
         partial = context is not None and call.cells is not None  # the host would need what it has for all tokens
         # Nothing is asked of this layer that the host's own attention does not do.
         plain = dense and call.ranks is None and call.presence is None and not partial

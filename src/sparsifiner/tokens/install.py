@@ -58,6 +58,8 @@ def install_pruning(
         for block in present:
             block.configure(config)
         return
+    if config is not None and (reason := host.every_token(model)):
+        raise UnsupportedModelError(f"tokens cannot be dropped in a {type(model).__name__}: {reason}")
     scorers |= {block.number: block.scorer for block in present if block.scorer is not None}
     remove_pruning(model, host)
     sites = host.blocks(model)

@@ -13,7 +13,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from sparsifiner.errors import CheckpointError, DataError, reason_of
-from sparsifiner.hosts import BlockSite, Host, Site, obstacle, refuse_tracing
+from sparsifiner.hosts import BlockSite, Handles, Host, Site, obstacle, refuse_tracing
 from sparsifiner.hosts.lvvit import LVViT  # registers it with timm too, so that `_build` finds it by name
 from sparsifiner.hosts.timm.attention import ADAPTERS
 from sparsifiner.hosts.timm.blocks import BLOCKS
@@ -81,28 +81,21 @@ class _Ballot:
         return inputs[0].masked_fill(out, -torch.inf)
 
 
-@dataclasses.dataclass
-class _Handles:
-    """Of several hooks, which go together."""
-
-    handles: list[Any]
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
 def _watch(model: Any, grid: TokenGrid) -> Any:
     handles = [model.patch_embed.register_forward_pre_hook(_GridWatcher(grid))]
     if isinstance(model, LVViT):
         handles.append(model.aux_pool.register_forward_pre_hook(_Ballot(grid)))
-    return _Handles(handles)
+    return Handles(handles)
 
 
-def _refusal(model: nn.Module) -> str | None:
-    if not isinstance(model, VisionTransformer | Eva):
+def _knows(model: nn.Module) -> bool:
+    return isinstance(model, VisionTransformer | Eva)
+
+
+def _refusal(model: Any) -> str | None:
+    if not _knows(model):
         return _why_not(model)
-    if not isinstance(model.patch_drop, nn.Identity | None):
+    if not isinstance(getattr(model, "patch_drop", None), nn.Identity | None):
         return "it drops patches in training (patch_drop_rate): make it with patch_drop_rate=0"
     sites = list(_sites(model))
     if not sites:
@@ -141,6 +134,10 @@ def _sites(model: Any) -> Iterator[Site]:
             )
 
 
+def _left_dense(model: nn.Module) -> dict[str, str]:
+    return {}
+
+
 def _describe(model: Any) -> dict[str, Any]:
     """What `build` needs; arguments that only show in the weights are caught when these are loaded."""
     return {
@@ -151,6 +148,10 @@ def _describe(model: Any) -> dict[str, Any]:
         "global_pool": model.global_pool,
         "dynamic_img_size": model.dynamic_img_size,
     }
+
+
+def _describe_holder(model: nn.Module) -> dict[str, Any]:
+    return {"architecture": None}  # what holds a model is not made by name
 
 
 # What `_describe` writes. A file could ask timm for other things: to load another file, for one.
@@ -207,7 +208,11 @@ def _unused(model: Any) -> set[str]:
     return set()
 
 
-def _logits(output: Any) -> Tensor:
+def _every_token(model: nn.Module) -> str | None:
+    return None
+
+
+def _logits(model: nn.Module, output: Any) -> Tensor:
     return output
 
 
@@ -215,16 +220,20 @@ HOST = Host(
     name="timm",
     library="timm",
     supported=SUPPORTED,
+    knows=_knows,
     refusal=_refusal,
     grid=_grid,
     watch=_watch,
     sites=_sites,
+    left_dense=_left_dense,
     describe=_describe,
+    describe_holder=_describe_holder,
     build=_build,
     image_size=_image_size,
     class_token=_class_token,
     blocks=_blocks,
     last_block=_last_block,
+    every_token=_every_token,
     num_classes=_num_classes,
     unused=_unused,
     logits=_logits,
