@@ -286,7 +286,7 @@ REFUSED = {
     "pit_ti_224": OTHER,
     "caformer_s18": OTHER,
     "pvt_v2_b0": OTHER,
-    "naflexvit_base_patch16_gap": OTHER,
+    "naflexvit_base_patch16_gap": "it pads images of many sizes to one length",
     "mobilevit_xxs": OTHER,
     "resnest14d": OTHER,  # its "split attention" is of channels
     "resnet18": NONE,

@@ -28,6 +28,7 @@ SUPPORTED = (
 # Why families that are not VisionTransformers cannot be converted, by the start of the class name, where their parts do
 # not show it.
 REASONS = {
+    "NaFlexVit": "it pads images of many sizes to one length and masks what was added: its tokens are on no one grid",
     "SwinTransformer": "its attention already works inside shifted windows, not over all tokens",
     "Cait": "its talking-heads attention mixes heads before and after the softmax",
     "Xcit": "its attention is over channels, not over tokens",
