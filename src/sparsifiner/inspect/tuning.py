@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sparsifiner.convert import config_of, conversion_of, reconfigure, sparse_layers
+from sparsifiner.convert import config_of, conversion_of, part_of, reconfigure, sparse_layers
 from sparsifiner.data.batches import as_batches
 from sparsifiner.inspect.speed import take_turns
 from sparsifiner.nn.attention import SparseAttention
@@ -111,6 +111,7 @@ def time_layers(
     student: nn.Module, images: Tensor | Iterable[Any], *, seconds: float = SECONDS, progress: Progress | None = None
 ) -> TuningReport:
     """What `tune` measures, without its consequences; layers that are dense by setting are timed all the same."""
+    student = part_of(student)
     batch = next(as_batches(images, sys.maxsize))
     layers = sparse_layers(student)
     found: dict[int, LayerTiming] = {}
