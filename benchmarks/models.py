@@ -30,6 +30,7 @@ from common import RESULTS, write_csv
 from sparsifiner.convert import find_part, path_of
 from sparsifiner.errors import UnsupportedModelError, one_line
 from sparsifiner.files import replacing
+from sparsifiner.hosts.huggingface import MEMBERS
 
 DOCS = Path(__file__).parents[1] / "docs"
 DEPTH, IMAGES = 2, 2
@@ -66,9 +67,11 @@ def timm_subjects(only: str = "") -> Iterator[Subject]:
 
 
 def _small_timm(name: str) -> nn.Module:
-    """With two layers and few patches, where it has arguments for that."""
+    """With two layers, few patches and two heads, where it has arguments for that."""
     patch = next((int(found) for found in re.findall(r"patch(\d+)", name)), 16)
-    for arguments in ({"depth": DEPTH, "img_size": 8 * patch}, {"depth": DEPTH}, {}):
+    few: dict[str, Any] = {"depth": DEPTH, "img_size": 8 * patch}
+    narrow = {"embed_dim": 128, "num_heads": 2}
+    for arguments in (few | narrow, few | narrow | {"num_kv_heads": 1}, few, {"depth": DEPTH}, {}):
         with contextlib.suppress(Exception):  # whatever a model does with arguments it does not know
             return timm.create_model(name, pretrained=False, num_classes=5, **arguments).eval()
     return timm.create_model(name, pretrained=False).eval()
@@ -103,7 +106,11 @@ REGISTERS = (
 
 
 def huggingface_subjects(only: str = "") -> Iterator[Subject]:
-    """Every class in a register of models that take images, once."""
+    """Every class in a register of models that take images, once; those that are encoders first."""
+    yield from sorted(_registered(only), key=lambda subject: subject.name not in MEMBERS)
+
+
+def _registered(only: str) -> Iterator[Subject]:
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -150,6 +157,9 @@ def _small_config(kind: Any, **smaller: int) -> Any:
                     setattr(part, name, DEPTH)
         if getattr(part, "global_attn_indexes", None):
             part.global_attn_indexes = [DEPTH - 1]
+        with contextlib.suppress(Exception):  # a backbone gives what its last layer does
+            part.stage_names = ["stem", *(f"stage{number + 1}" for number in range(DEPTH))]
+            part.out_features = [part.stage_names[-1]]
         for name, value in smaller.items():
             if isinstance(getattr(part, name, None), int):
                 setattr(part, name, min(value, getattr(part, name)))

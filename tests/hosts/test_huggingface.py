@@ -865,6 +865,16 @@ def test_what_a_larger_model_holds_may_be_refused():
         sp.sparsify(model, SPARSE)
 
 
+def test_layers_in_windows_stay_and_the_report_says_so():
+    from sparsifiner.report.html import _about
+
+    student = sp.sparsify(make("Sam3ViTModel"), SPARSE)
+    kinds = [type(layer.attention).__name__ for layer in student.layers]
+    assert kinds == ["SparseAttention", "Sam3ViTRoPEAttention", "SparseAttention"]
+    assert "1 (its attention works inside windows of 2 x 2 tokens)" in _about(student)
+    assert "not converted" not in _about(sp.sparsify(make(), SPARSE))
+
+
 def test_weights_of_a_vit_mae_fit_a_vit():
     """As its refusal says."""
     theirs = make("ViTMAEModel", mask_ratio=0.0)

@@ -88,6 +88,7 @@ def _about(student: nn.Module) -> str:
         "input": " x ".join(map(str, record.host.image_size(student)))
         + f" pixels, {record.host.grid(student).num_tokens} tokens",
         "attention": f"{len(layers)} layers of {layers[0].num_heads} heads",
+        **_left_dense(record.host.left_dense(student)),
         "keys kept": keep,
         "chosen by": {"learned": "the predictor", "cells": "the means of cells"}.get(config.pattern, config.pattern),
         **_form(config),
@@ -98,6 +99,12 @@ def _about(student: nn.Module) -> str:
         "parameters": f"{sum(p.numel() for p in student.parameters()) / 1e6:.2f} M, of which predictors {ours:.2f} M",
     }
     return "<dl>" + "".join(f"<dt>{_text(name)}</dt><dd>{_text(fact)}</dd>" for name, fact in facts.items()) + "</dl>"
+
+
+def _left_dense(reasons: dict[str, str]) -> dict[str, object]:
+    """Layers that were not converted, where a model has some."""
+    shown = [f"{sum(why == other for other in reasons.values())} ({why})" for why in dict.fromkeys(reasons.values())]
+    return {"layers not converted": "; ".join(shown)} if shown else {}
 
 
 def _form(config: SparseConfig) -> dict[str, object]:
