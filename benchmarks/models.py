@@ -70,8 +70,9 @@ def _small_timm(name: str) -> nn.Module:
     """With two layers, few patches and two heads, where it has arguments for that."""
     patch = next((int(found) for found in re.findall(r"patch(\d+)", name)), 16)
     few: dict[str, Any] = {"depth": DEPTH, "img_size": 8 * patch}
-    narrow = {"embed_dim": 128, "num_heads": 2}
-    for arguments in (few | narrow, few | narrow | {"num_kv_heads": 1}, few, {"depth": DEPTH}, {}):
+    narrow: dict[str, Any] = few | {"embed_dim": 128, "num_heads": 2}
+    attempts: list[dict[str, Any]] = [narrow, narrow | {"num_kv_heads": 1}, few, {"depth": DEPTH}, {}]
+    for arguments in attempts:
         with contextlib.suppress(Exception):  # whatever a model does with arguments it does not know
             return timm.create_model(name, pretrained=False, num_classes=5, **arguments).eval()
     return timm.create_model(name, pretrained=False).eval()
@@ -90,13 +91,15 @@ def _kind_of_timm(name: str) -> tuple[Any, int]:
 # Registers of transformers with models that take images.
 REGISTERS = (
     "MODEL",
-    "BACKBONE",
+    "MODEL_FOR_BACKBONE",
     "MODEL_FOR_IMAGE_CLASSIFICATION",
     "MODEL_FOR_DEPTH_ESTIMATION",
     "MODEL_FOR_OBJECT_DETECTION",
     "MODEL_FOR_SEMANTIC_SEGMENTATION",
     "MODEL_FOR_KEYPOINT_DETECTION",
     "MODEL_FOR_MASK_GENERATION",
+    "MODEL_FOR_UNIVERSAL_SEGMENTATION",
+    "MODEL_FOR_IMAGE_MATTING",
     "MODEL_FOR_MASKED_IMAGE_MODELING",
     "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION",
     "MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION",
@@ -261,7 +264,7 @@ def learns(trial: Trial) -> bool:
     with_gradient = []
     for model in (trial.model, trial.sparse()):
         model.zero_grad()
-        sum(x.square().sum() for x in trial.run(model).values() if x.is_floating_point()).backward()
+        torch.stack([x.square().sum() for x in trial.run(model).values() if x.is_floating_point()]).sum().backward()
         with_gradient.append({name for name, p in model.named_parameters() if p.grad is not None})
         model.zero_grad()
     return bool(with_gradient[0]) and with_gradient[0] <= with_gradient[1]
