@@ -30,6 +30,7 @@ from common import RESULTS, write_csv
 from sparsifiner.convert import find_part, path_of
 from sparsifiner.errors import UnsupportedModelError, one_line
 from sparsifiner.files import replacing
+from sparsifiner.hosts.huggingface import MEMBERS
 
 DOCS = Path(__file__).parents[1] / "docs"
 DEPTH, IMAGES = 2, 2
@@ -52,47 +53,53 @@ class Subject:
 
 
 def timm_subjects(only: str = "") -> Iterator[Subject]:
-    """One model for each kind, the first by name; kinds are told apart on the meta device."""
-    kinds: dict[Any, Subject] = {}
+    """One model for each kind, the smallest; kinds are told apart on the meta device."""
+    kinds: dict[Any, tuple[int, Subject]] = {}
     for name in timm.list_models(f"*{only}*"):
         family = timm.models._registry._model_entrypoints[name].__module__.rpartition(".")[2]
-        kind: Any = (family, _kind_of_timm(name) if family in FAMILIES else None)
-        known = kinds.get(kind)
-        kinds[kind] = (
-            Subject("timm", family, name, lambda name=name: _small_timm(name))
-            if known is None
-            else dataclasses.replace(known, alike=known.alike + 1)
-        )
-    yield from kinds.values()
+        kind, size = _kind_of_timm(name) if family in FAMILIES else (None, 0)
+        least, known = kinds.get((family, kind), (size, Subject("timm", family, name, nn.Identity, alike=0)))
+        alike = known.alike + 1
+        if size < least or not known.alike:
+            known = Subject("timm", family, name, lambda name=name: _small_timm(name))
+        kinds[family, kind] = min(size, least), dataclasses.replace(known, alike=alike)
+    yield from (subject for _, subject in kinds.values())
 
 
 def _small_timm(name: str) -> nn.Module:
-    """With two layers and few patches, where it has arguments for that."""
+    """With two layers, few patches and two heads, where it has arguments for that."""
     patch = next((int(found) for found in re.findall(r"patch(\d+)", name)), 16)
-    for arguments in ({"depth": DEPTH, "img_size": 8 * patch}, {"depth": DEPTH}, {}):
+    few: dict[str, Any] = {"depth": DEPTH, "img_size": 8 * patch}
+    narrow: dict[str, Any] = few | {"embed_dim": 128, "num_heads": 2}
+    attempts: list[dict[str, Any]] = [narrow, narrow | {"num_kv_heads": 1}, few, {"depth": DEPTH}, {}]
+    for arguments in attempts:
         with contextlib.suppress(Exception):  # whatever a model does with arguments it does not know
             return timm.create_model(name, pretrained=False, num_classes=5, **arguments).eval()
     return timm.create_model(name, pretrained=False).eval()
 
 
-def _kind_of_timm(name: str) -> Any:
+def _kind_of_timm(name: str) -> tuple[Any, int]:
+    """What tells a kind apart, and the number of parameters."""
     with torch.device("meta"):
         model = _small_timm(name)
     modules = frozenset(type(module).__qualname__ for module in model.modules())
     parameters = frozenset(re.sub(r"\d+", "", parameter) for parameter, _ in model.named_parameters())
-    return modules, parameters, getattr(model, "num_prefix_tokens", None), getattr(model, "global_pool", None)
+    kind = modules, parameters, getattr(model, "num_prefix_tokens", None), getattr(model, "global_pool", None)
+    return kind, sum(parameter.numel() for parameter in model.parameters())
 
 
 # Registers of transformers with models that take images.
 REGISTERS = (
     "MODEL",
-    "BACKBONE",
+    "MODEL_FOR_BACKBONE",
     "MODEL_FOR_IMAGE_CLASSIFICATION",
     "MODEL_FOR_DEPTH_ESTIMATION",
     "MODEL_FOR_OBJECT_DETECTION",
     "MODEL_FOR_SEMANTIC_SEGMENTATION",
     "MODEL_FOR_KEYPOINT_DETECTION",
     "MODEL_FOR_MASK_GENERATION",
+    "MODEL_FOR_UNIVERSAL_SEGMENTATION",
+    "MODEL_FOR_IMAGE_MATTING",
     "MODEL_FOR_MASKED_IMAGE_MODELING",
     "MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION",
     "MODEL_FOR_ZERO_SHOT_OBJECT_DETECTION",
@@ -102,7 +109,11 @@ REGISTERS = (
 
 
 def huggingface_subjects(only: str = "") -> Iterator[Subject]:
-    """Every class in a register of models that take images, once."""
+    """Every class in a register of models that take images, once; those that are encoders first."""
+    yield from sorted(_registered(only), key=lambda subject: subject.name not in MEMBERS)
+
+
+def _registered(only: str) -> Iterator[Subject]:
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -117,7 +128,7 @@ def huggingface_subjects(only: str = "") -> Iterator[Subject]:
                 if kind is None:
                     continue
                 seen.add(name)
-                make = lambda kind=kind: kind(_small_config(kind.config_class)).eval()  # noqa: E731
+                make = lambda kind=kind: _small_model(kind)  # noqa: E731
                 yield Subject("transformers", family, name, make)
 
 
@@ -127,7 +138,18 @@ def _modalities(model: Any) -> tuple[str, ...]:
     return (*found, "image") if getattr(model, "main_input_name", None) == "pixel_values" else found
 
 
-def _small_config(kind: Any) -> Any:
+# What a config says of width and size, and what it says in small, where it says so.
+SMALL = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "mlp_ratio": 2, "vocab_size": 1000}
+
+
+def _small_model(kind: Any) -> nn.Module:
+    """Of two layers, and narrow where it can be made so."""
+    with contextlib.suppress(Exception):  # some say of two parts what does not go together then
+        return kind(_small_config(kind.config_class, **SMALL)).eval()
+    return kind(_small_config(kind.config_class)).eval()
+
+
+def _small_config(kind: Any, **smaller: int) -> Any:
     """A config of its defaults, with two layers; a model's parts too."""
     config = kind()
     parts = [config, *(getattr(config, name, None) for name in ("vision_config", "text_config", "backbone_config"))]
@@ -138,8 +160,15 @@ def _small_config(kind: Any) -> Any:
                     setattr(part, name, DEPTH)
         if getattr(part, "global_attn_indexes", None):
             part.global_attn_indexes = [DEPTH - 1]
-        if isinstance(getattr(part, "vocab_size", None), int):
-            part.vocab_size = min(part.vocab_size, 1000)
+        with contextlib.suppress(Exception):  # a backbone gives what its last layer does
+            part.stage_names = ["stem", *(f"stage{number + 1}" for number in range(DEPTH))]
+            part.out_features = [part.stage_names[-1]]
+        for name, value in smaller.items():
+            if isinstance(getattr(part, name, None), int):
+                setattr(part, name, min(value, getattr(part, name)))
+        size, patch = getattr(part, "image_size", None), getattr(part, "patch_size", None)
+        if smaller and isinstance(size, int) and isinstance(patch, int):
+            part.image_size = min(size, 8 * patch)
     return config
 
 
@@ -235,7 +264,7 @@ def learns(trial: Trial) -> bool:
     with_gradient = []
     for model in (trial.model, trial.sparse()):
         model.zero_grad()
-        sum(x.square().sum() for x in trial.run(model).values() if x.is_floating_point()).backward()
+        torch.stack([x.square().sum() for x in trial.run(model).values() if x.is_floating_point()]).sum().backward()
         with_gradient.append({name for name, p in model.named_parameters() if p.grad is not None})
         model.zero_grad()
     return bool(with_gradient[0]) and with_gradient[0] <= with_gradient[1]
@@ -272,10 +301,17 @@ def tried(subject: Subject, forms: tuple[str, ...] = ("cells", "learned"), compi
         return row | {"outcome": "not made", "why": one_line(f"{type(error).__name__}: {error}", 120)}
     grid = found.host.grid(found.module)
     row |= {"part": found.path, "tokens": grid.num_tokens, "why": type(found.module).__name__}
+    if found.path and row["why"] in KNOWN_TO_WORK:
+        return row | {"outcome": "works"}
     for form in forms:
         if failed := _failure(subject, found.path, form, compiled):
             return row | {"why": f"{form}: {failed}"}
+    KNOWN_TO_WORK.add(row["why"])
     return row | {"outcome": "works"}
+
+
+# Classes of encoders that have been tried: inside a larger model they are not tried again.
+KNOWN_TO_WORK: set[str] = set()
 
 
 def _failure(subject: Subject, path: str, form: str, compiled: bool) -> str | None:
@@ -297,7 +333,7 @@ def _trial(subject: Subject, path: str, form: str) -> Trial:
     model = subject.make().get_submodule(path).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # no zeros and no ones: every weight must be in its place
-            deviation = 0.2 if parameter.ndim < 2 else min(0.3, parameter[0].numel() ** -0.5)
+            deviation = 0.2 if parameter.ndim < 2 else min(0.3, max(1, parameter[:1].numel()) ** -0.5)
             parameter.copy_((parameter if parameter.ndim < 2 else 0) + deviation * torch.randn_like(parameter))
     host = find_part(model).host
     channels = next(parameter.shape[1] for parameter in model.parameters() if parameter.ndim == 4)
@@ -317,6 +353,7 @@ Made by `benchmarks/models.py`, which makes one model of each kind in both libra
 random weights, and tries on it: `keep=1.0` and `dense_mode` are the host bit for bit, so is what `restore` gives;
 `keep=0.25` is what the reference computes, in cells and with predictors; `save` and `load`, `count_flops`, gradients;
 and of every {every}th, that `torch.compile` makes one graph of it. Or the model is refused, and says why.
+Of a larger model the encoder in it is tried, once for each class of encoder.
 `sparsifiner info NAME` says of one model what would be converted and how much that can gain.
 
 """

@@ -72,7 +72,7 @@ def outline(name: str, image_size: int | None = None) -> nn.Module:
             raise ConfigError(
                 f"{name} is no file, no folder with a config.json, and timm has no such model{_near(name)}"
             )
-        arguments = {} if image_size is None else {"img_size": image_size}
+        arguments: dict[str, Any] = {} if image_size is None else {"img_size": image_size}
         try:
             return timm.create_model(name, pretrained=False, **arguments)
         except TypeError as error:  # not every model has a size

@@ -711,7 +711,9 @@ def test_attention_dropout():
         ("BeitModel", SHAPE | MLP | {"use_relative_position_bias": True}, "relative-position bias"),
         ("BeitModel", SHAPE | MLP, "it is not one of the models of transformers that are known"),  # without that bias
         ("DINOv3ConvNextModel", {}, "none of its modules is called attention"),
-        ("ViTMAEModel", SHAPE | MLP, "it is not one of the models of transformers that are known"),
+        ("ViTMAEModel", SHAPE | MLP, "it shuffles the patches.*load its weights into a ViTModel"),
+        ("Siglip2VisionModel", SHAPE | MLP | {"num_patches": 16}, "pads them, with a mask.*is a SiglipModel"),
+        ("VitDetModel", SHAPE | {"use_relative_position_embeddings": True}, "relative-position bias"),
     ],
 )
 def test_models_that_cannot_be_converted_hear_why(name, settings, reason):
@@ -861,6 +863,27 @@ def test_what_a_larger_model_holds_may_be_refused():
         UnsupportedModelError, match=r"its vision_model, a CLIPVisionModel, cannot: it uses attention d"
     ):
         sp.sparsify(model, SPARSE)
+
+
+def test_layers_in_windows_stay_and_the_report_says_so():
+    from sparsifiner.report.html import _about
+
+    student = sp.sparsify(make("Sam3ViTModel"), SPARSE)
+    kinds = [type(layer.attention).__name__ for layer in student.layers]
+    assert kinds == ["SparseAttention", "Sam3ViTRoPEAttention", "SparseAttention"]
+    assert "1 (its attention works inside windows of 2 x 2 tokens)" in _about(student)
+    assert "not converted" not in _about(sp.sparsify(make(), SPARSE))
+
+
+def test_weights_of_a_vit_mae_fit_a_vit():
+    """As its refusal says."""
+    theirs = make("ViTMAEModel", mask_ratio=0.0)
+    ours = make("ViTModel", False)
+    ours.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        expected = theirs(photos(), noise=torch.arange(16.0).expand(3, -1)).last_hidden_state
+        torch.testing.assert_close(ours(photos()).last_hidden_state, expected)
+    assert sparse_layers(sp.sparsify(ours, SPARSE))
 
 
 def test_a_clip_tower_is_put_back_in_its_place():

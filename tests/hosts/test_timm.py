@@ -266,7 +266,7 @@ OTHER = "it is not a timm VisionTransformer or Eva"
 REFUSED = {
     "swin_tiny_patch4_window7_224": WINDOWS,
     "swinv2_tiny_window8_256": WINDOWS,
-    "qwen3_vit_88m_enc": "rotates",
+    "qwen3_vit_88m_enc": OTHER,
     "beit_base_patch16_224": RELATIVE,
     "vit_relpos_small_patch16_224": RELATIVE,
     "samvit_base_patch16": RELATIVE,

@@ -165,8 +165,6 @@ RELATIVE = ("rel_pos", "relative_position_bias", "attention_bias")
 def obstacle(model: nn.Module) -> str | None:
     """What in a model that no host knows stands in the way, as far as its parts show it."""
     kinds = {type(module).__name__ for module in model.modules()}
-    if any("rope" in kind.lower() or "rotary" in kind.lower() for kind in kinds):
-        return "it rotates queries and keys by position (rotary embedding), which its attention applies inside"
     if any(mark in name for name, _ in model.named_parameters() for mark in RELATIVE):
         return "it adds a relative-position bias to the attention logits"
     names = kinds | {name for name, _ in model.named_modules()}

@@ -270,7 +270,8 @@ def outside_attention(student: nn.Module) -> Outside:
     all_tokens, counts = record.host.grid(dense).num_tokens, _module_counts(record.host, dense)
     # What a block multiplies outside its attention is its feed-forward part, whatever that is called.
     blocks = [names[block.module] for block in record.host.blocks(dense)]
-    mlp = [counts[block] - sum(counts[site] for site in sites if f"{site}.".startswith(f"{block}.")) for block in blocks]
+    attention = [sum(counts[site] for site in sites if f"{site}.".startswith(f"{block}.")) for block in blocks]
+    mlp = [counts[block] - inside for block, inside in zip(blocks, attention, strict=True)]
 
     @functools.cache
     def other_at(tokens: int) -> float:

@@ -71,6 +71,7 @@ def _like_clip(kind: str, **changes: Any) -> Family:
 
 SIGLIP = _like_clip("SiglipAttention", num_prefix=_no_prefix, class_token=False)
 METACLIP_2 = _like_clip("MetaClip2Attention")
+ALTCLIP, CHINESE_CLIP, CLIPSEG = map(_like_clip, ("AltCLIPAttention", "ChineseCLIPVisionAttention", "CLIPSegAttention"))
 OWLVIT, OWLV2 = (_like_clip(kind, size=config_size) for kind in ("OwlViTAttention", "Owlv2Attention"))
 AIMV2 = _like_clip(
     "Aimv2Attention",
@@ -107,6 +108,9 @@ MEMBERS = {
     "MetaClip2VisionModel": Member(METACLIP_2),
     "MetaClip2VisionModelWithProjection": Member(METACLIP_2, "vision_model"),
     "MetaClip2ForImageClassification": Member(METACLIP_2, "vision_model", unused=("post_layernorm",)),
+    "AltCLIPVisionModel": Member(ALTCLIP),
+    "ChineseCLIPVisionModel": Member(CHINESE_CLIP),
+    "CLIPSegVisionModel": Member(CLIPSEG),
     "OwlViTVisionModel": Member(OWLVIT, "vision_model"),
     "OwlViTVisionTransformer": Member(OWLVIT),  # as `OwlViTModel` holds it
     "Owlv2VisionModel": Member(OWLV2, "vision_model"),
