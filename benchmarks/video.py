@@ -34,8 +34,8 @@ from torch.nn import functional
 from torchvision.transforms.functional import normalize, to_tensor
 
 import sparsifiner as sp
-from common import RESULTS, assets, write_csv
-from sparsifiner.config import budget, spread_over_depth
+from common import RESULTS, assets, machine_results, write_csv
+from sparsifiner.config import budget, name_tile, spread_over_depth
 from sparsifiner.convert import dense_mode, sparse_layers
 from sparsifiner.inspect.observe import observing
 from sparsifiner.inspect.speed import Timing, take_turns
@@ -229,7 +229,7 @@ def speed(arguments: argparse.Namespace) -> None:
             torch.set_num_threads(threads)
             times = take_turns(candidates, arguments.seconds, least=arguments.least)
             rows += _rows({"model": name, "threads": threads}, times, configs)
-            write_csv(rows, RESULTS / "video-speed.csv")
+            write_csv(rows, machine_results() / "video-speed.csv")
 
 
 def _rows(
@@ -245,7 +245,7 @@ def _rows(
         row["ceiling"] = whole.minimum / (whole.minimum - attention.minimum) if dense is whole else ""
         config = configs.get(form.removesuffix(", attention"))
         row["cells"] = "" if config is None else " ".join(map(short, config.cells))
-        row["tile"] = "" if config is None or config.tile is None else short(config.tile)
+        row["tile"] = "" if config is None else name_tile(config.tile)
         print(*(f"{value:.4g}" if isinstance(value, float) else value for value in row.values()), sep="  ", flush=True)
         yield row
 
@@ -263,7 +263,7 @@ def memory(arguments: argparse.Namespace) -> None:
             )
             rows.append({"n": 18432, "what": what, "form": form, "mib": float(child.stdout.split()[-1])})
             print(*rows[-1].values(), flush=True)
-    write_csv(rows, RESULTS / "video-memory.csv")
+    write_csv(rows, machine_results() / "video-memory.csv")
 
 
 @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -29,4 +30,24 @@ def make_vit(**arguments) -> VisionTransformer:
     torch.manual_seed(0)
     model = VisionTransformer(**(settings | arguments))
     sharpen(model)
+    return model
+
+
+def make_eva(**arguments) -> Eva:
+    """An Eva with rotary embedding, of 26 tokens, 2 layers and 3 heads, in which every weight matters."""
+    settings = {
+        "img_size": 20,
+        "patch_size": 4,
+        "embed_dim": 24,
+        "depth": 2,
+        "num_heads": 3,
+        "num_classes": 7,
+        "mlp_ratio": 2.0,
+        "use_rot_pos_emb": True,
+    }
+    torch.manual_seed(0)
+    model = Eva(**(settings | arguments)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and layer scale are zero, or nearly
+            parameter.add_(0.3 * torch.randn_like(parameter)) if parameter.ndim == 1 else parameter.normal_(std=0.3)
     return model

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsifiner.convert import Conversion, conversion_of, dense_mode, sparse_layers
+from sparsifiner.convert import Conversion, conversion_of, dense_mode, part_of, sparse_layers
 from sparsifiner.data.batches import as_batches
 from sparsifiner.errors import ConfigError, DataError
 from sparsifiner.inspect.observe import observing
@@ -120,6 +120,7 @@ def calibrate(
     """
     if not ridge > 0:
         raise ConfigError(f"ridge must be more than 0, got {ridge!r}")
+    student = part_of(student)
     record = _predicting(student)
     record.grid.begin(record.host.grid(student).size)  # the model's own, whatever image came last
     source = list(images) if isinstance(images, Iterator) else images  # an iterator could not be read again
@@ -149,6 +150,7 @@ def fit_attention(
     progress: Progress | None = None,
 ) -> None:
     """The first step alone: ``w_up`` by ridge regression of the true attention, prefix keys included."""
+    student = part_of(student)
     record = _predicting(student)
     record.grid.begin(record.host.grid(student).size)
     _fit_attention(student, images, ridge, progress, None)

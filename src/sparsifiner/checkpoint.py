@@ -19,8 +19,10 @@ from sparsifiner.config import SparseConfig
 from sparsifiner.convert import (
     conversion_of,
     converted,
-    find_host,
+    find_part,
     note_tuning,
+    part_of,
+    path_of,
     reconfigure,
     sparse_layers,
     sparsify,
@@ -29,7 +31,7 @@ from sparsifiner.convert import (
 )
 from sparsifiner.errors import CheckpointError, ConfigError, reason_of
 from sparsifiner.files import parse_json, replacing
-from sparsifiner.hosts import OPTIONAL, table
+from sparsifiner.hosts import OPTIONAL, Host, table
 from sparsifiner.nn.predictor import is_predictors
 from sparsifiner.sides import Sides, spelled
 
@@ -61,8 +63,9 @@ def save(
     training adapters, save them with PEFT.
     """
     student = merged(converted(student))
-    record = conversion_of(student)
-    own = record.host.grid(student).size
+    part = part_of(student)
+    record = conversion_of(part)
+    own = record.host.grid(part).size
     state = {name: tensor for name, tensor in student.state_dict().items() if host_weights or _is_ours(name)}
     if foreign := next((name for name, value in state.items() if not _is_plain(value)), None):
         raise CheckpointError(f"{foreign} is no plain tensor and cannot be saved: quantise after loading, not before")
@@ -76,7 +79,7 @@ def save(
         "config": json.loads(record.config.to_json()),
         "host": record.host_name,
         "model_class": type(student).__name__,
-        "model": record.host.describe(student),
+        "model": _describe_model(record.host, student, path_of(student)),
         "grids": [list(layer.predictor.grid if layer.has_predictor else own) for layer in sparse_layers(student)],
         "host_weights": host_weights,
         "dtypes": {name: _dtype_name(state[name]) for name in tensors if tensors[name].dtype != state[name].dtype},
@@ -92,6 +95,14 @@ def save(
             save_file(_untied(tensors), temporary, metadata={FORMAT: json.dumps(description)})
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {target}: {error}") from error
+
+
+def _describe_model(host: Host, model: nn.Module, part: str) -> dict[str, Any]:
+    """What makes a model again, and where in it the part is that is converted."""
+    if not part:
+        return host.describe(model)
+    size = host.image_size(model.get_submodule(part))
+    return host.describe_holder(model) | {"img_size": list(size), "part": part}
 
 
 def load(path: str | os.PathLike[str], *, model: nn.Module | None = None) -> nn.Module:
@@ -187,6 +198,7 @@ def _check_types(student: nn.Module, path: Any) -> None:
     kinds = {parameter.dtype for parameter in student.parameters() if parameter.is_floating_point()}
     if len(kinds) == 1:
         return
+    student = part_of(student)
     first = next(parameter for parameter in student.parameters() if parameter.ndim in (4, 5))  # the first convolution
     image = torch.zeros(1, *conversion_of(student).host.input_shape(student), dtype=first.dtype)
     try:
@@ -310,7 +322,12 @@ def _convert(
 ) -> nn.Module:
     """The host with layers as the file has them, not yet filled; with predictors for cells too, if it holds some."""
     grids = [tuple(grid) for grid in description["grids"]]
-    sites = list(find_host(model).sites(model))
+    found = find_part(model)
+    if found.path != (part := description["model"].get("part", "")):
+        raise CheckpointError(
+            f"{path} is of a model converted in {part or 'whole'}, this one has {found.path or 'none'}"
+        )
+    sites = list(found.host.sites(found.module))
     if len(grids) != len(sites):
         raise CheckpointError(
             f"{path} is of a model with {len(grids)} attention layers, this one has {len(sites)}: made with other "
@@ -334,10 +351,11 @@ def _check_predictors(
     path: Any,
 ) -> None:
     """An error unless the file's predictors are what its settings and grids say: memory is made for what these say."""
-    host = find_host(model)
-    sites, grid = list(host.sites(model)), host.grid(model)
+    found = find_part(model)
+    sites, grid = list(found.host.sites(found.module)), found.host.grid(found.module)
+    start = f"{found.path}." if found.path else ""
     for site, own in zip(sites, grids, strict=True):
-        name = f"{site.name}.predictor.w_up"
+        name = f"{start}{site.name}.predictor.w_up"
         if len(own) != len(grid.size):
             raise CheckpointError(
                 f"{path}: predictors are of a grid of {spelled(own)} patches, the model's is {spelled(grid.size)}: the "
@@ -354,13 +372,13 @@ def _check_predictors(
                 f"{path}: images of the model have {grid.num_tokens} tokens, and its predictors are for {expected[2]}: "
                 "too few to be resampled; is the file damaged?"
             )
-    if missing := [site.name for site in sites if f"{site.name}.predictor.w_up" not in tensors]:
+    if missing := [site.name for site in sites if f"{start}{site.name}.predictor.w_up" not in tensors]:
         raise CheckpointError(f"{path} lacks the predictor of {missing[0]}: made with other arguments?")
 
 
 def _check_host(model: nn.Module, description: dict[str, Any], path: Any) -> None:
-    host = find_host(model)
-    theirs, ours = description["model"], host.describe(model)
+    found = find_part(model)
+    host, theirs, ours = found.host, description["model"], _describe_model(found.host, model, found.path)
     if host.name != description["host"] or type(model).__name__ != description["model_class"]:
         raise CheckpointError(
             f"{path} belongs to {_host_name(description)}, not to a {type(model).__name__} of {host.name}"

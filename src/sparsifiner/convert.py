@@ -18,7 +18,7 @@ from torch import nn
 from sparsifiner import processor
 from sparsifiner.config import SparseConfig
 from sparsifiner.errors import ConfigError, UnsupportedModelError
-from sparsifiner.hosts import Host, find, table
+from sparsifiner.hosts import Found, Host, locate, table
 from sparsifiner.nn.attention import SparseAttention
 from sparsifiner.nn.grid import TokenGrid
 from sparsifiner.sides import Sides, on_grid
@@ -26,11 +26,16 @@ from sparsifiner.tokens.dynamicvit import TokenScorer
 from sparsifiner.tokens.install import install_pruning, remove_pruning
 
 _RECORD = "_sparsifiner"
+_PATH = "_sparsifiner_part"  # of a model that holds the converted one: where
 
 
 @dataclasses.dataclass
 class Conversion:
-    """What a converted model remembers about its conversion; ``scorers`` are networks of DynamicViT not in use now."""
+    """What a converted model remembers about its conversion.
+
+    ``scorers`` are networks of DynamicViT not in use now; ``holder`` is the class of the model that was given, where
+    the converted one is a part of it.
+    """
 
     host_name: str
     config: SparseConfig
@@ -38,6 +43,7 @@ class Conversion:
     watchers: list[Any]
     scorers: dict[int, TokenScorer]
     tuning: tuple[SparseConfig, dict[str, Any]] | None = None  # the settings `tune` chose, and what it measured
+    holder: str | None = None
 
     @property
     def host(self) -> Host:
@@ -45,17 +51,38 @@ class Conversion:
         return table()[self.host_name]
 
 
-def find_host(model: nn.Module) -> Host:
-    """The host whose models this is one of, or an error that says why there is none."""
+def find_part(model: nn.Module) -> Found:
+    """What of a dense model can be converted: itself or an encoder in it; or an error that says why nothing can."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(f"expected a torch module, got {type(model).__name__}")
-    return find(model)
+    return locate(model)
+
+
+def find_host(model: nn.Module) -> Host:
+    """The host whose models this is one of, or an error that says why there is none."""
+    found = find_part(model)
+    if found.path:
+        raise UnsupportedModelError(
+            f"a {type(model).__name__} holds a model that can be converted but is none itself: this is done with its "
+            f"{found.path}, a {type(found.module).__name__}"
+        )
+    return found.host
 
 
 def host_of(model: nn.Module) -> Host:
     """The host of a model, dense or converted."""
     record = getattr(model, _RECORD, None)
     return find_host(model) if record is None else record.host
+
+
+def part_of(student: nn.Module) -> nn.Module:
+    """The converted model itself, where `sparsify` was given one that holds it."""
+    return student.get_submodule(path_of(student))
+
+
+def path_of(student: nn.Module) -> str:
+    """Where in a model is what `sparsify` converted of it; empty where that is the model itself."""
+    return getattr(student, _PATH, "")
 
 
 class Front(NamedTuple):
@@ -94,6 +121,9 @@ def suggest_config(model: nn.Module, keep: float | Sequence[float], **changes: A
         keep: as in `SparseConfig`.
         **changes: settings of `SparseConfig` to be taken as they are.
     """
+    model = part_of(model)
+    if not hasattr(model, _RECORD):
+        model = find_part(model).module
     grid = host_of(model).grid(model)
     pattern = changes.get("pattern", "cells")
     if pattern == "cells":
@@ -121,7 +151,10 @@ def _front(size: Sides, keep: float | Sequence[float]) -> dict[str, Any]:
 
 
 def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
-    """Makes a copy of a Vision Transformer whose attention is sparse.
+    """Makes a copy of a Vision Transformer, or of a model that holds one, whose attention is sparse.
+
+    Of a model that holds one (a depth estimator's backbone, the image tower of CLIP or of a language model) that part
+    is converted and all else left as it is; `calibrate`, `count_flops` and `feature_map` then look at the part alone.
 
     With ``pattern="cells"`` the copy is ready to use: nothing is added to it. With any other it is uncalibrated: its
     predictors know the geometry of the grid and nothing of the weights. Call `calibrate` before using it.
@@ -137,39 +170,55 @@ def sparsify(model: nn.Module, config: SparseConfig) -> nn.Module:
         UnsupportedModelError: the model cannot be converted; the message names the reason.
         ConfigError: the config does not fit this model.
     """
-    if hasattr(model, _RECORD):
+    if isinstance(model, nn.Module) and any(_RECORD in module.__dict__ for module in model.modules()):
         raise UnsupportedModelError(
             "the model is sparse already: change its settings with reconfigure(), or restore() it first"
         )
     if not isinstance(config, SparseConfig):
         raise ConfigError(f"expected a SparseConfig, got {type(config).__name__}")
-    host = find_host(model)
+    found = find_part(model)
     warn_of_bfloat16(model)
     with torch.inference_mode(False):  # tensors made in inference mode could never be calibrated or trained
         student = copy.deepcopy(model)
-        sites = list(host.sites(student))
-        grid = host.grid(student)
-        for site, settings in zip(sites, config.per_layer(len(sites)), strict=True):
-            site.put(
-                SparseAttention(
-                    site.module,
-                    site.adapter,
-                    grid,
-                    num_heads=site.num_heads,
-                    head_dim=site.head_dim,
-                    config=config,
-                    settings=settings,
-                )
+        _convert(student.get_submodule(found.path), found.host, config, type(model).__name__ if found.path else None)
+    if found.path:
+        setattr(student, _PATH, found.path)
+    return student
+
+
+def _convert(student: nn.Module, host: Host, config: SparseConfig, holder: str | None) -> None:
+    """Makes a dense model sparse, itself."""
+    sites = list(host.sites(student))
+    grid = host.grid(student)
+    for site, settings in zip(sites, config.per_layer(len(sites)), strict=True):
+        site.put(
+            SparseAttention(
+                site.module,
+                site.adapter,
+                grid,
+                num_heads=site.num_heads,
+                head_dim=site.head_dim,
+                config=config,
+                settings=settings,
             )
-        scorers: dict[int, TokenScorer] = {}
-        install_pruning(student, host, grid, config.tokens, scorers)
+        )
+    scorers: dict[int, TokenScorer] = {}
+    _check_holder(config, holder)
+    install_pruning(student, host, grid, config.tokens, scorers)
     watchers = [
         student.register_forward_pre_hook(_Entrance(grid)),
         student.register_forward_hook(_Exit(grid), always_call=True),
         host.watch(student, grid),
     ]
-    setattr(student, _RECORD, Conversion(host.name, config, grid, watchers, scorers))
-    return student
+    setattr(student, _RECORD, Conversion(host.name, config, grid, watchers, scorers, holder=holder))
+
+
+def _check_holder(config: SparseConfig, holder: str | None) -> None:
+    if holder is not None and config.tokens is not None:
+        raise UnsupportedModelError(
+            f"tokens cannot be dropped inside a {holder}, which may need every one of them: convert the part that has "
+            "them by itself, and put it in its place"
+        )
 
 
 def warn_of_bfloat16(model: nn.Module) -> None:
@@ -200,17 +249,20 @@ class _Exit:
 
 def restore(student: nn.Module) -> nn.Module:
     """A dense copy of a converted model: the host again, with its own state-dict keys and current weights."""
-    conversion_of(student)
+    conversion_of(part_of(student))
     return restore_in_place(copy.deepcopy(student))
 
 
 def restore_in_place(dense: nn.Module) -> nn.Module:
     """Makes a converted model the host again, itself."""
-    record = conversion_of(dense)
+    part = part_of(dense)
+    record = conversion_of(part)
     for watcher in record.watchers:
         watcher.remove()
-    delattr(dense, _RECORD)
-    remove_pruning(dense, record.host)
+    delattr(part, _RECORD)
+    if part is not dense:
+        delattr(dense, _PATH)
+    remove_pruning(part, record.host)
     for parent in list(dense.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, SparseAttention):
@@ -229,8 +281,10 @@ def reconfigure(student: nn.Module, **changes: Any) -> None:
     Example:
         ``reconfigure(student, keep=0.05, tile=(2, 2))``
     """
+    student = part_of(student)
     record = conversion_of(student)
     config = record.config.replace(**changes)
+    _check_holder(config, record.holder)
     layers = sparse_layers(student)
     per_layer = config.per_layer(len(layers))
     for layer in layers:  # before anything is changed
@@ -245,6 +299,11 @@ def reconfigure(student: nn.Module, **changes: Any) -> None:
 def conversion_of(student: nn.Module) -> Conversion:
     """The record of a converted model, or an error if it is not one."""
     record = getattr(student, _RECORD, None)
+    if record is None and (path := path_of(student)):
+        raise UnsupportedModelError(
+            f"of this {type(student).__name__} only its {path} is converted: this is done with that part, "
+            f"student.{path}"
+        )
     if record is None:
         raise UnsupportedModelError(
             f"{type(student).__name__} is not a converted model: call sparsify(model, SparseConfig(...)) first"
@@ -253,13 +312,14 @@ def conversion_of(student: nn.Module) -> Conversion:
 
 
 def converted(model: nn.Module) -> nn.Module:
-    """The converted model itself, where a wrapper was given: of PEFT, DataParallel, torch.compile and the like."""
-    return next((module for module in model.modules() if _RECORD in module.__dict__), model)
+    """What `sparsify` gave, where a wrapper was given: of PEFT, DataParallel, torch.compile and the like."""
+    marks = {_RECORD, _PATH}
+    return next((module for module in model.modules() if not marks.isdisjoint(module.__dict__)), model)
 
 
 def config_of(student: nn.Module) -> SparseConfig:
     """The settings a converted model runs with now."""
-    return conversion_of(student).config
+    return conversion_of(part_of(student)).config
 
 
 def tuning_of(student: nn.Module) -> dict[str, Any] | None:
@@ -284,7 +344,7 @@ def dense_mode(student: nn.Module) -> Iterator[None]:
 
     Calls of other threads are not concerned.
     """
-    grid = conversion_of(student).grid
+    grid = conversion_of(part_of(student)).grid
     before, grid.dense = grid.dense, True
     try:
         yield

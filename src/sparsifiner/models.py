@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import importlib.util
 import logging
 import mmap
 import warnings
@@ -36,9 +37,7 @@ def create_host(name: str, weights: str | None = None, **arguments: Any) -> nn.M
         **arguments: for ``timm.create_model``, such as ``img_size``.
     """
     if not timm.is_model(name.split(".")[0]):
-        near = difflib.get_close_matches(name, timm.list_models(), n=3)
-        hint = f": did you mean {', '.join(near)}?" if near else ": `timm.list_models()` lists the names"
-        raise ConfigError(f"timm has no model {name!r}{hint}")
+        raise ConfigError(f"timm has no model {name!r}{_near(name)}")
     if weights == "hub":
         try:
             with _quiet():
@@ -55,6 +54,52 @@ def create_host(name: str, weights: str | None = None, **arguments: Any) -> nn.M
     if tensors is not None:
         _fill(model, tensors, name, weights)
     return model.eval()
+
+
+def outline(name: str, image_size: int | None = None) -> nn.Module:
+    """A model without weights, on the meta device, where it takes no memory: to be looked at.
+
+    Args:
+        name: one that timm knows, or a folder with the config of a model of transformers, or that file.
+        image_size: of the images, if not the model's own.
+    """
+    path = Path(name)
+    config = path / "config.json" if path.is_dir() else path
+    with torch.device("meta"):
+        if config.suffix == ".json" and config.is_file():
+            return _of_transformers(config, image_size)
+        if not timm.is_model(name.split(".")[0]):
+            raise ConfigError(
+                f"{name} is no file, no folder with a config.json, and timm has no such model{_near(name)}"
+            )
+        arguments: dict[str, Any] = {} if image_size is None else {"img_size": image_size}
+        try:
+            return timm.create_model(name, pretrained=False, **arguments)
+        except TypeError as error:  # not every model has a size
+            raise ConfigError(f"timm cannot make {name} for images of {image_size}: {reason_of(error)}") from None
+
+
+def _of_transformers(file: Path, image_size: int | None) -> nn.Module:
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(f"{file} is read with transformers: pip install 'sparsifiner[huggingface]'")
+    import transformers
+
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+        own = next((part for part in ("vision_config", "backbone_config") if hasattr(config, part)), None)
+        if image_size is not None:
+            (config if own is None else getattr(config, own)).image_size = image_size
+        kind: Any = getattr(transformers, (config.architectures or ["AutoModel"])[0], None)
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            return transformers.AutoModel.from_config(config, trust_remote_code=False)
+        return kind(config)
+    except Exception as error:  # a config's own checks raise what they like
+        raise ConfigError(f"transformers cannot make a model of {file}: {reason_of(error)}") from None
+
+
+def _near(name: str) -> str:
+    near = difflib.get_close_matches(name, timm.list_models(), n=3)
+    return f": did you mean {', '.join(near)}?" if near else ": `timm.list_models()` lists the names"
 
 
 @contextlib.contextmanager

@@ -34,23 +34,44 @@ SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 MLP = {"intermediate_size": 48}
 VISION = SHAPE | MLP | {"projection_dim": 6}
 TEXT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 9}
-# The family's config and its settings; `DINOv2` always resamples its positions, and sizes its MLP itself.
-CONFIGS = {
-    "ViT": (transformers.ViTConfig, SHAPE | MLP),
-    "DeiT": (transformers.DeiTConfig, SHAPE | MLP),
-    "Dinov2W": (transformers.Dinov2WithRegistersConfig, SHAPE | {"mlp_ratio": 2, "num_register_tokens": 3}),
-    "Dinov2": (transformers.Dinov2Config, SHAPE | {"mlp_ratio": 2}),
-    "CLIPV": (transformers.CLIPVisionConfig, VISION),
-    "CLIPF": (transformers.CLIPConfig, {"vision_config": VISION, "text_config": TEXT}),
+# What a family's config has beside `SHAPE` and `MLP`.
+OWN = {
+    "CLIPV": {"projection_dim": 6},
+    "MetaClip2V": {"projection_dim": 6},
+    "Dinov2W": {"mlp_ratio": 2, "num_register_tokens": 3},
+    "Dinov2": {"mlp_ratio": 2},
+    "DINOv3": {"num_register_tokens": 3},
+    "DPT": {"is_hybrid": False},
+    "VitPose": {"image_size": [32, 32], "patch_size": [8, 8], "mlp_ratio": 2},
+    "Yolos": {"image_size": [32, 32], "num_detection_tokens": 3},
+    "Sam3": {"num_hidden_layers": 3, "global_attn_indexes": [0, 2], "window_size": 2, "pretrain_image_size": 16},
+}
+PREFIX = {
+    "DeiT": 2,
+    "Dinov2W": 4,
+    "DINOv3": 4,
+    "Yolos": 4,
+    "Siglip": 0,
+    "IJepa": 0,
+    "VitPose": 0,
+    "Sam3": 0,
+    "Aimv2": 0,
 }
 SPARSE = sp.SparseConfig(keep=0.4, n_down=4, tau=0.0, basis_threshold=0.0)
 
 
+def own(table, name, default):
+    return next((table[start] for start in table if name.startswith(start)), default)
+
+
 def make(name="ViTForImageClassification", *arguments, **settings):
     kind = getattr(transformers, name)
-    config, own = next(CONFIGS[start] for start in CONFIGS if name.startswith(start))
+    if hasattr(kind.config_class, "sub_configs") and "vision_config" in kind.config_class.sub_configs:
+        config = kind.config_class(vision_config=VISION | settings, text_config=TEXT, num_labels=5)
+    else:
+        config = kind.config_class(**({"num_labels": 5} | SHAPE | MLP | own(OWN, name, {}) | settings))
     torch.manual_seed(0)
-    model = kind(config(**({"num_labels": 5} | own | settings)), *arguments)
+    model = kind(config, *arguments)
     with torch.no_grad():
         for parameter in model.parameters():  # no zeros, no ones: every weight must be in its place
             if parameter.ndim == 1:
@@ -64,16 +85,29 @@ def photos(count=3, size=(32, 32)):
     return torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(1))
 
 
+def tensors(output):
+    """By name, those in tuples too."""
+    found = {}
+    for name, value in output.items():
+        found |= {f"{name}.{i}": part for i, part in enumerate(value)} if isinstance(value, tuple) else {name: value}
+    return found
+
+
 def same(one, other):
+    one, other = tensors(one), tensors(other)
     assert list(one) == list(other)
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
 def logits(model, images):
-    return host_of(model).logits(model(images))
+    return host_of(model).logits(model, model(images))
 
 
-@pytest.fixture(params=huggingface.MEMBERS)
+# Others are only known as parts of larger models.
+NAMES = [name for name in huggingface.MEMBERS if hasattr(transformers, name)]
+
+
+@pytest.fixture(params=NAMES)
 def name(request):
     return request.param
 
@@ -94,8 +128,9 @@ def check(model, images):
         assert same(student(images), expected)
         sp.reconfigure(student, keep=0.3, tau=0.0, basis_threshold=0.0)
         sparse = student(images)
-        assert not any(torch.equal(sparse[field], expected[field]) for field in expected)
-        assert all(bool(torch.isfinite(sparse[field]).all()) for field in expected)
+        found, wanted = tensors(sparse), tensors(expected)
+        assert not any(torch.equal(found[field], wanted[field]) for field in wanted)
+        assert all(bool(torch.isfinite(found[field]).all()) for field in wanted)
         assert same(copy.deepcopy(student)(images), sparse)
         restored = sp.restore(student)
         assert same(restored(images), expected)
@@ -111,13 +146,36 @@ def check(model, images):
 def test_members(name):
     student = check(make(name), photos())
     layer = sparse_layers(student)[0]
-    prefix = {"DeiT": 2, "Dinov2W": 4}.get(next(start for start in CONFIGS if name.startswith(start)), 1)
+    prefix = own(PREFIX, name, 1)
     assert (layer.grid.size, layer.grid.num_prefix) == ((4, 4), prefix)
     host = host_of(student)
     assert host.name == "huggingface"
-    assert host.class_token(student)
+    assert host.class_token(student) == (prefix > 0)
     assert host.image_size(student) == (32, 32)
     assert host.num_classes(student) == (5 if "Classification" in name else 0)
+    follows_its_host(student, photos())
+
+
+def follows_its_host(student, images):
+    """Queries, keys and values of each layer make with dense attention what the host makes of them."""
+
+    def compare(layer, arguments, settings, expected):
+        x, context, _ = layer.adapter.arguments(layer.host, *arguments, **settings)
+        q, k, v = layer.adapter.qkv(layer.host, x, context)
+        heads = nn.functional.scaled_dot_product_attention(q, k, v, scale=layer.scale)
+        out = layer.adapter.project(layer.host, heads, x, context)
+        assert isinstance(out, tuple) == isinstance(expected, tuple)
+        out, expected = (part[0] if isinstance(part, tuple) else part for part in (out, expected))
+        torch.testing.assert_close(out, expected)
+        seen.append(layer)
+
+    seen = []
+    hooks = [layer.register_forward_hook(compare, with_kwargs=True) for layer in sparse_layers(student)]
+    with sp.dense_mode(student), torch.no_grad():
+        student(images)
+    for hook in hooks:
+        hook.remove()
+    assert seen == sparse_layers(student)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +457,8 @@ def test_unused_weights_are_those_without_a_gradient(name):
     logits(model, photos()).square().sum().backward()
     missing = {key for key, parameter in model.named_parameters() if parameter.grad is None}
     assert find_host(model).unused(model) == missing
-    assert bool(missing) == (bool(arguments) or name.startswith("Dinov2") or name == "CLIPForImageClassification")
+    last = name.startswith(("CLIP", "Siglip", "MetaClip2")) and name.endswith("ForImageClassification")
+    assert bool(missing) == (bool(arguments) or last or name.lower().startswith("dino"))
 
 
 def test_weight_decay_spares_embeddings(name):
@@ -410,7 +469,8 @@ def test_weight_decay_spares_embeddings(name):
     matrices = {
         f"{path}.weight" for path, module in student.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)
     }
-    assert decayed == matrices | {key for key in names if key.endswith("w_up")}
+    matrices |= {key for key in names if key.endswith(("w_up", "in_proj_weight"))}
+    assert decayed == matrices - host_of(student).unused(student)
 
 
 def test_evaluation_of_both(student):
@@ -607,14 +667,15 @@ def test_attention_weights_are_only_of_dense_layers(name):
     student = sp.sparsify(model, SPARSE)
     with torch.no_grad():
         expected = model(images, output_attentions=True).attentions
-        assert len(expected) == 2
+        depth = host_of(student).blocks(student)
+        assert len(expected) == len(depth)
         with pytest.raises(ConfigError, match=r"no weights to output: look at it with sparsifiner.capture"):
             student(images, output_attentions=True)
-        assert len(student(images, output_hidden_states=True).hidden_states) == 3
+        assert len(student(images, output_hidden_states=True).hidden_states) == len(depth) + 1
         with sp.dense_mode(student):
             weights = student(images, output_attentions=True).attentions
         restored = sp.restore(student)(images, output_attentions=True).attentions
-        assert [len(found) for found in (weights, restored)] == [2, 2]
+        assert [len(found) for found in (weights, restored)] == [len(depth)] * 2
         for found in (weights, restored):
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -649,10 +710,10 @@ def test_attention_dropout():
         ("SwinModel", {"embed_dim": 8, "depths": [1], "num_heads": [1]}, "inside shifted windows"),
         ("BeitModel", SHAPE | MLP | {"use_relative_position_bias": True}, "relative-position bias"),
         ("BeitModel", SHAPE | MLP, "it is not one of the models of transformers that are known"),  # without that bias
-        ("DINOv3ViTModel", SHAPE | MLP, "rotary embedding"),
         ("DINOv3ConvNextModel", {}, "none of its modules is called attention"),
-        ("ViTMAEModel", SHAPE | MLP, "it is not one of the models of transformers that are known"),
-        ("SiglipVisionModel", SHAPE | MLP, "it is not one of the models of transformers that are known"),
+        ("ViTMAEModel", SHAPE | MLP, "it shuffles the patches.*load its weights into a ViTModel"),
+        ("Siglip2VisionModel", SHAPE | MLP | {"num_patches": 16}, "pads them, with a mask.*is a SiglipModel"),
+        ("VitDetModel", SHAPE | {"use_relative_position_embeddings": True}, "relative-position bias"),
     ],
 )
 def test_models_that_cannot_be_converted_hear_why(name, settings, reason):
@@ -666,25 +727,167 @@ def test_models_that_cannot_be_converted_hear_why(name, settings, reason):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "place"),
-    [
-        ("CLIPModel", {"vision_config": VISION, "text_config": TEXT}, "vision_model"),
-        ("ViTForMaskedImageModeling", SHAPE | MLP, "vit"),
-        ("TimmWrapperModel", {"architecture": "vit_tiny_patch16_224"}, "timm_model"),
-    ],
-)
-def test_models_that_hold_one_hear_which(name, settings, place):
+# Larger models: what to call them with beside images, what they hold and where.
+TOWER = SHAPE | MLP | {"num_channels": 3}
+DINO = {"model_type": "dinov2", "mlp_ratio": 2, "out_features": ["stage1", "stage2"], "reshape_hidden_states": False}
+NECK = {"neck_hidden_sizes": [8, 8], "fusion_hidden_size": 8, "reassemble_factors": [2, 1]}
+WORDS = {"input_ids": torch.tensor([[1, 2, 3]] * 3)}
+HOLDERS = {
+    "CLIPModel": ({"vision_config": VISION, "text_config": TEXT}, WORDS, "vision_model"),
+    "SiglipModel": ({"vision_config": VISION, "text_config": TEXT | {"projection_size": 32}}, WORDS, "vision_model"),
+    "MetaClip2Model": ({"vision_config": VISION, "text_config": TEXT | {"eos_token_id": 3}}, WORDS, "vision_model"),
+    "OwlViTForObjectDetection": (
+        {"vision_config": VISION, "text_config": TEXT | {"max_position_embeddings": 4}, "projection_dim": 8},
+        WORDS,
+        "owlvit.vision_model",
+    ),
+    "ViTForMaskedImageModeling": (SHAPE | MLP | {"encoder_stride": 8}, {}, "vit"),
+    "YolosForObjectDetection": (SHAPE | MLP | OWN["Yolos"] | {"num_labels": 3}, {}, "vit"),
+    "DepthAnythingForDepthEstimation": (
+        {"backbone_config": SHAPE | DINO, "patch_size": 8, "reassemble_hidden_size": 32} | NECK,
+        {},
+        "backbone",
+    ),
+    "DPTForDepthEstimation": (
+        SHAPE | MLP | NECK | {"backbone_out_indices": [0, 1], "num_hidden_layers": 2, "ignore_index": 1},
+        {},
+        "dpt",
+    ),
+    "VitPoseForPoseEstimation": (
+        {"backbone_config": SHAPE | OWN["VitPose"] | {"model_type": "vitpose_backbone", "out_features": ["stage2"]}},
+        {},
+        "backbone",
+    ),
+    "TimmWrapperModel": ({"architecture": "test_vit", "model_args": {"img_size": 32}}, {}, "timm_model"),
+}
+
+
+def hold(name):
+    settings, more, place = HOLDERS[name]
+    torch.manual_seed(0)
     kind = getattr(transformers, name)
-    with torch.device("meta"):
-        model = kind(kind.config_class(**settings))
-    with pytest.raises(UnsupportedModelError, match=f"in it can: convert its {place} and put the copy in its place"):
+    model = kind(kind.config_class(**settings)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.3)
+    return model, {"pixel_values": photos()} | more, place
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+@pytest.mark.parametrize("pattern", ["learned", "cells"])
+def test_what_larger_models_hold_is_converted(name, pattern, tmp_path):
+    model, arguments, place = hold(name)
+    suggested = sp.suggest_config(model, 0.3, pattern=pattern)
+    student = sp.sparsify(model, suggested.replace(keep=1.0))
+    before = [type(part) for part in model.modules()]
+    assert type(student) is type(model)
+    with torch.no_grad():
+        expected = model(**arguments)[0]
+        assert torch.equal(student(**arguments)[0], expected)
+        sp.reconfigure(student, keep=0.3)
+        if pattern == "learned":
+            assert sp.calibrate(student, photos(8)).images == 8
+        sparse = student(**arguments)[0]
+        assert bool(torch.isfinite(sparse).all())
+        assert not torch.equal(sparse, expected)
+        with sp.dense_mode(student):
+            assert torch.equal(student(**arguments)[0], expected)
+        assert torch.equal(copy.deepcopy(student)(**arguments)[0], sparse)
+        with sp.capture(student, layers=[0]) as seen:
+            assert torch.equal(student(**arguments)[0].isfinite(), sparse.isfinite())
+        assert seen[0].full_map.shape[0] == 3
+        restored = sp.restore(student)
+        assert torch.equal(restored(**arguments)[0], expected)
+    assert [type(part) for part in restored.modules()] == before
+    assert list(restored.state_dict()) == list(model.state_dict())
+    part = student.get_submodule(place)
+    assert sp.count_flops(student).to_dict() == sp.count_flops(part).to_dict()
+    features, _ = sp.feature_map(student, photos())
+    assert features.shape[0] == 3
+    with pytest.raises(UnsupportedModelError, match="it is sparse|is sparse already"):
+        sp.sparsify(student, suggested)
+    with pytest.raises(UnsupportedModelError, match=f"tokens cannot be dropped inside a {name}"):
+        sp.reconfigure(student, tokens=sp.TokenConfig(0.5))
+    with pytest.raises(UnsupportedModelError, match=f"only its {place} is converted: this is done with that part"):
+        sp.distill(student, photos())
+    path = tmp_path / "held.safetensors"
+    sp.save(student, path)
+    with torch.no_grad():
+        assert torch.equal(sp.load(path, model=model)(**arguments)[0], sparse)
+        if name == "TimmWrapperModel":
+            with pytest.raises(CheckpointError, match=r"was not made by timm.create_model.*load\(path, model=...\)"):
+                sp.load(path)
+        else:
+            assert torch.equal(sp.load(path)(**arguments)[0], sparse)
+
+
+def test_models_with_a_language_model_are_loaded_into_one(tmp_path):
+    text = {"model_type": "llama", "vocab_size": 40, "hidden_size": 16, "intermediate_size": 16} | {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    vision = VISION | {"model_type": "clip_vision_model"}
+    config = transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=39, vision_feature_layer=-1
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    words = torch.tensor([[1, *[39] * 16, 2]])
+    student = sp.sparsify(model, sp.suggest_config(model, 0.3))
+    with torch.no_grad():
+        expected, out = (net(input_ids=words, pixel_values=photos(1)).logits for net in (model, student))
+        assert not torch.equal(out, expected)
+        with sp.dense_mode(student):
+            assert torch.equal(student(input_ids=words, pixel_values=photos(1)).logits, expected)
+        assert torch.equal(student(input_ids=words[:, :1]).logits, model(input_ids=words[:, :1]).logits)  # no image
+        sp.save(student, tmp_path / "llava.safetensors")
+        assert torch.equal(
+            sp.load(tmp_path / "llava.safetensors", model=model)(input_ids=words, pixel_values=photos(1)).logits, out
+        )
+    message = r"'LlavaForConditionalGeneration' is no class.*make the model yourself and pass it as load\(path, model"
+    with pytest.raises(CheckpointError, match=message):
+        sp.load(tmp_path / "llava.safetensors")
+
+
+def test_a_model_that_holds_several_is_to_be_told_apart():
+    pair = nn.ModuleList([make(), make("Dinov2Model")])
+    with pytest.raises(UnsupportedModelError, match=r"several encoders that can be converted \(0, 1\): convert each"):
+        sp.sparsify(pair, SPARSE)
+
+
+def test_what_a_larger_model_holds_may_be_refused():
+    model, _, _ = hold("CLIPModel")
+    model.vision_model.encoder.layers[0].self_attn.dropout = 0.1
+    with pytest.raises(
+        UnsupportedModelError, match=r"its vision_model, a CLIPVisionModel, cannot: it uses attention d"
+    ):
         sp.sparsify(model, SPARSE)
 
 
+def test_layers_in_windows_stay_and_the_report_says_so():
+    from sparsifiner.report.html import _about
+
+    student = sp.sparsify(make("Sam3ViTModel"), SPARSE)
+    kinds = [type(layer.attention).__name__ for layer in student.layers]
+    assert kinds == ["SparseAttention", "Sam3ViTRoPEAttention", "SparseAttention"]
+    assert "1 (its attention works inside windows of 2 x 2 tokens)" in _about(student)
+    assert "not converted" not in _about(sp.sparsify(make(), SPARSE))
+
+
+def test_weights_of_a_vit_mae_fit_a_vit():
+    """As its refusal says."""
+    theirs = make("ViTMAEModel", mask_ratio=0.0)
+    ours = make("ViTModel", False)
+    ours.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        expected = theirs(photos(), noise=torch.arange(16.0).expand(3, -1)).last_hidden_state
+        torch.testing.assert_close(ours(photos()).last_hidden_state, expected)
+    assert sparse_layers(sp.sparsify(ours, SPARSE))
+
+
 def test_a_clip_tower_is_put_back_in_its_place():
-    kind, settings = CONFIGS["CLIPF"]
-    model = transformers.CLIPModel(kind(**settings)).eval()
+    model = make("CLIPModel")
     images, words = photos(2), torch.tensor([[1, 2, 3]])
     with torch.no_grad():
         dense = model(words, images).logits_per_image

@@ -1,14 +1,16 @@
 """Every member of the family: converted at keep 1 it is the host, sparse it runs, restored it is the host."""
 
+import functools
+
 import pytest
 import timm
 import torch
 
 import sparsifiner as sp
 from sparsifiner.convert import find_host, sparse_layers
-from sparsifiner.errors import DataError, UnsupportedModelError
+from sparsifiner.errors import ConfigError, DataError, UnsupportedModelError
 
-from ..toys import make_vit, sharpen
+from ..toys import make_eva, make_vit, sharpen
 
 FAMILY = {
     "deit tiny": {"name": "deit_tiny_patch16_224"},
@@ -28,6 +30,17 @@ FAMILY = {
     "attention pooling": {"name": "vit_base_patch16_siglip_224", "img_size": 96},
     "clip, norm before the blocks": {"name": "vit_base_patch32_clip_224", "img_size": 96},
     "parallel blocks": {"name": "vit_small_patch16_18x2_224"},
+    "eva, no rotary embedding": {"name": "eva_giant_patch14_224", "img_size": 56, "embed_dim": 88, "num_heads": 2},
+    "eva-02, swiglu and norms inside": {
+        "name": "eva02_base_patch14_224",
+        "img_size": 56,
+        "embed_dim": 48,
+        "num_heads": 3,
+    },
+    "dinov3": {"name": "vit_small_patch16_dinov3", "img_size": 96},
+    "perception encoder": {"name": "vit_pe_core_tiny_patch16_384", "img_size": 96},
+    "rope-vit, a table a layer": {"name": "vit_small_patch16_rope_mixed_224", "img_size": 96},
+    "rope and registers": {"name": "vit_medium_patch16_rope_reg1_gap_256", "img_size": 96},
 }
 
 
@@ -100,7 +113,141 @@ def test_attention_that_gates_its_output():
     x = torch.randn(2, 26, 24)
     q, k, v = layer.adapter.qkv(layer.host, x, None)
     heads = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    torch.testing.assert_close(layer.adapter.project(layer.host, heads, x), layer.host(x))
+    torch.testing.assert_close(layer.adapter.project(layer.host, heads, x, None), layer.host(x))
+
+
+EVA = [
+    {},
+    {"use_rot_pos_emb": False},
+    {"rope_type": "mixed"},
+    {"rope_type": "mixed", "class_token": False},
+    {"rope_type": "dinov3", "rope_rotate_half": True, "num_reg_tokens": 4, "use_abs_pos_emb": False},
+    {"rope_type": "mrope", "rope_mrope_section": (1, 1, 2)},
+    {"img_size": (12, 28), "patch_size": (2, 4)},
+    {"qkv_fused": False, "scale_attn_inner": True},
+    {"qkv_bias": False},
+    {"swiglu_mlp": True, "scale_mlp": True},
+    {"swiglu_mlp": True, "init_values": 0.5},
+    {"init_values": 0.5, "attn_only_layer_scale": True},
+    {"use_post_norm": True},
+    {"qk_norm": True, "norm_layer": torch.nn.LayerNorm},
+    {"attn_type": "rope"},
+    {"attn_type": "rope", "qkv_fused": False, "num_kv_heads": 1, "embed_dim": 48},
+    {"global_pool": "map"},
+    {"global_pool": "token", "num_classes": 0},
+]
+
+
+def follows_its_host(student, images):
+    """Queries, keys and values of each layer, rotated and all, make with dense attention what the host makes."""
+
+    def compare(layer, arguments, settings, expected):
+        x, context, _ = layer.adapter.arguments(layer.host, *arguments, **settings)
+        q, k, v = layer.adapter.qkv(layer.host, x, context)
+        heads = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=layer.scale)
+        torch.testing.assert_close(layer.adapter.project(layer.host, heads, x, context), expected)
+        seen.append(layer)
+
+    seen = []
+    hooks = [layer.register_forward_hook(compare, with_kwargs=True) for layer in sparse_layers(student)]
+    with sp.dense_mode(student), torch.inference_mode():
+        student(images)
+    for hook in hooks:
+        hook.remove()
+    assert seen == sparse_layers(student)
+
+
+@pytest.mark.parametrize("arguments", EVA, ids=str)
+def test_eva(arguments):
+    model = make_eva(**arguments)
+    images = torch.randn(2, 3, *model.patch_embed.img_size)
+    student = check(model, model.patch_embed.img_size)
+    twin = sp.restore(student)
+    results = []
+    for backend in ("cpu", "reference"):
+        sp.reconfigure(student, backend=backend)
+        with torch.inference_mode():
+            results.append(student(images))
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
+    assert (results[0] - twin(images)).abs().max() > 1e-3
+    follows_its_host(student, images)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"rope_type": "mixed"}, {"use_post_norm": True}], ids=str)
+@pytest.mark.parametrize("pattern", ["learned", "cells"])
+def test_what_eva_does_with_rotary_tables_else(arguments, pattern, tmp_path):
+    """Training, compilation, other sizes, features, tokens that are dropped; checkpoints of models that have a name."""
+    model = make_eva(**arguments, dynamic_img_size=True)
+    student = sp.sparsify(model, sp.SparseConfig(0.3, n_down=5, tau=0.0, basis_threshold=0.0, pattern=pattern))
+    images = torch.randn(2, 3, 20, 20)
+    student.train()
+    student(images).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in student.parameters())
+    student.eval()
+    torch.compiler.reset()
+    compiled = torch.compile(student, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(images), student(images), rtol=1e-4, atol=1e-5)
+        (last,) = student.forward_intermediates(images, indices=1, intermediates_only=True)
+        torch.testing.assert_close(last, sp.feature_map(student, images)[0])
+        wide = torch.randn(2, 3, 12, 36)
+        with sp.dense_mode(student):
+            torch.testing.assert_close(student(wide), model(wide))
+        assert not torch.allclose(student(wide), model(wide), atol=1e-4)
+        everything = student(images)
+        for tokens in (sp.TokenConfig(0.6, blocks=(0,), fuse="official"), sp.TokenConfig(0.6, blocks=(0, 1))):
+            sp.reconfigure(student, tokens=tokens)
+            dropped = student(images)
+            assert not torch.allclose(dropped, everything, atol=1e-4)
+            layer = sparse_layers(student)[1]
+            assert layer.grid.cells.shape[1] == (15 if len(tokens.blocks) == 1 else 9)
+            sp.reconfigure(student, dense=(1,))  # a dense layer among tokens that were dropped turns them too
+            assert bool(torch.isfinite(student(images)).all())
+            sp.reconfigure(student, dense=(), tokens=None)
+
+
+def test_dropped_tokens_are_rotated_by_their_own_places():
+    """Dense attention over the tokens that are left is the host's, with all others masked out."""
+    model = make_eva(rope_type="dinov3", num_reg_tokens=2)
+    config = sp.SparseConfig(1.0, n_down=5, tokens=sp.TokenConfig(0.6, blocks=(0,), fuse=False))
+    student, images = sp.sparsify(model, config), torch.randn(2, 3, 20, 20)
+    seen = {}
+    student.blocks[1].register_forward_hook(lambda block, inputs, output: seen.update(x=inputs[0], out=output))
+    with torch.no_grad():
+        student(images)
+        cells, rope = student.blocks[1].attn.grid.cells, model.rope.get_embed()
+        tokens = torch.cat([torch.arange(3).expand(2, -1), cells + 3], dim=1)
+        x = torch.zeros(2, 28, 24).scatter(1, tokens[..., None].expand(-1, -1, 24), seen["x"])
+        mask = torch.zeros(2, 1, 28, 28, dtype=torch.bool).scatter(3, tokens[:, None, None].expand(-1, 1, 28, -1), True)
+        expected = model.blocks[1](x, rope=rope, attn_mask=mask)
+    torch.testing.assert_close(seen["out"], expected.gather(1, tokens[..., None].expand(-1, -1, 24)))
+
+
+def test_blocks_that_do_both_halves_at_once():
+    block = timm.models.vision_transformer.ParallelScalingBlock
+    for settings in ({}, {"fuse_out_proj": True}):
+        model = make_vit(block_fn=functools.partial(block, **settings), qkv_bias=bool(settings), init_values=0.5)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        student = check(model, (20, 20))
+        follows_its_host(student, torch.randn(2, 3, 20, 20))
+        student.train()(torch.randn(2, 3, 20, 20)).square().sum().backward()
+        assert all(parameter.grad is not None for parameter in student.parameters())
+        sp.calibrate(student, torch.randn(4, 3, 20, 20))
+        assert sp.count_flops(student).total > 0
+        with pytest.raises(UnsupportedModelError, match="cannot be dropped in a ParallelScalingBlock"):
+            sp.reconfigure(student, tokens=sp.TokenConfig(0.5))
+
+
+def test_masks_are_refused_by_rotary_attention_too():
+    student = sp.sparsify(make_eva(), sp.SparseConfig(0.3, n_down=5))
+    images, mask = torch.randn(1, 3, 20, 20), torch.ones(26, 26, dtype=torch.bool)
+    with pytest.raises(ConfigError, match="takes no attention mask"):
+        student(images, attn_mask=mask)
+    with pytest.raises(ConfigError, match="takes no attention mask"):
+        student(images, is_causal=True)
+    with sp.dense_mode(student):
+        torch.testing.assert_close(student(images, attn_mask=mask), student(images))
 
 
 def test_unfused_attention_is_the_same_host():
@@ -111,19 +258,15 @@ def test_unfused_attention_is_the_same_host():
 
 
 WINDOWS = "its attention already works inside shifted windows, not over all tokens"
-ROTARY = "it rotates queries and keys by position"
 RELATIVE = "it adds a relative-position bias to the attention logits"
 NONE = "none of its modules is called attention"
-OTHER = "it is not a timm VisionTransformer"
+OTHER = "it is not a timm VisionTransformer or Eva"
 
 # One of each kind, small ones; what was said of them was read in timm's sources.
 REFUSED = {
     "swin_tiny_patch4_window7_224": WINDOWS,
     "swinv2_tiny_window8_256": WINDOWS,
-    "eva02_tiny_patch14_224": ROTARY,
-    "vit_small_patch16_rope_224": ROTARY,
-    "qwen3_vit_88m_enc": ROTARY,
-    "eva_giant_patch14_224": OTHER,  # no rotary embedding in this one
+    "qwen3_vit_88m_enc": OTHER,
     "beit_base_patch16_224": RELATIVE,
     "vit_relpos_small_patch16_224": RELATIVE,
     "samvit_base_patch16": RELATIVE,
@@ -143,7 +286,7 @@ REFUSED = {
     "pit_ti_224": OTHER,
     "caformer_s18": OTHER,
     "pvt_v2_b0": OTHER,
-    "naflexvit_base_patch16_gap": OTHER,
+    "naflexvit_base_patch16_gap": "it pads images of many sizes to one length",
     "mobilevit_xxs": OTHER,
     "resnest14d": OTHER,  # its "split attention" is of channels
     "resnet18": NONE,
@@ -161,7 +304,7 @@ def test_models_that_cannot_be_converted_hear_why(name):
         model = timm.create_model(name)
     with pytest.raises(UnsupportedModelError, match=REFUSED[name]) as caught:
         sp.sparsify(model, sp.SparseConfig(0.5))
-    assert "supported: timm's VisionTransformer family" in str(caught.value)
+    assert "supported: timm's VisionTransformer and Eva families" in str(caught.value)
     assert "Hugging Face" not in str(caught.value)  # the host that knows the library speaks
     assert "\n" not in str(caught.value)
 
@@ -173,22 +316,33 @@ def test_models_of_no_library_hear_why():
         foreign = vit_b_16()
     with pytest.raises(UnsupportedModelError, match="it is not a model of timm or transformers") as caught:
         find_host(foreign)
-    assert "timm's VisionTransformer family" in str(caught.value)
+    assert "timm's VisionTransformer and Eva families" in str(caught.value)
     assert "Hugging Face's ViT" in str(caught.value)
-    with pytest.raises(UnsupportedModelError, match="the VisionTransformer in it can: convert its module"):
+    with pytest.raises(UnsupportedModelError, match="holds a model.*this is done with its module, a VisionTransformer"):
         find_host(torch.nn.DataParallel(make_vit()))
 
 
-def test_features_only_is_converted_by_what_it_holds():
-    net = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=3, features_only=True).eval()
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "vit_small_patch16_dinov3", "vit_small_patch16_rope_mixed_224"]
+)
+def test_features_only_is_converted_inside(name, tmp_path):
+    net = timm.create_model(name, img_size=64, depth=3, features_only=True).eval()
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
     images = torch.randn(2, 3, 64, 64)
-    expected = net(images)
-    with pytest.raises(UnsupportedModelError, match="the VisionTransformer in it can: convert its model and put"):
-        sp.sparsify(net, sp.SparseConfig(0.3, n_down=4))
-    net.model = sp.sparsify(net.model, sp.SparseConfig(1.0, n_down=4))
-    assert all(torch.equal(one, other) for one, other in zip(net(images), expected, strict=True))
-    sp.reconfigure(net.model, keep=0.2)
-    assert not torch.equal(net(images)[-1], expected[-1])
+    with torch.no_grad():
+        expected = net(images)
+        student = sp.sparsify(net, sp.SparseConfig(1.0, n_down=4))
+        assert all(torch.equal(one, other) for one, other in zip(student(images), expected, strict=True))
+        sp.reconfigure(student, keep=0.2)
+        sp.calibrate(student, images)
+        sparse = student(images)
+        assert not torch.allclose(sparse[-1], expected[-1], atol=1e-5)
+        restored = sp.restore(student)(images)
+        assert all(torch.equal(one, other) for one, other in zip(restored, expected, strict=True))
+        sp.save(student, tmp_path / "net.safetensors")
+        loaded = sp.load(tmp_path / "net.safetensors", model=net)
+        assert all(torch.equal(one, other) for one, other in zip(loaded(images), sparse, strict=True))
 
 
 def test_tracing_by_torch_fx_is_refused_with_what_to_do():
@@ -211,8 +365,10 @@ def test_vits_that_cannot_be_converted_hear_why():
         find_host(make_vit(patch_drop_rate=0.5))
     with pytest.raises(UnsupportedModelError, match="attn_drop_rate=0"):
         find_host(make_vit(attn_drop_rate=0.1))
-    with pytest.raises(UnsupportedModelError, match="ParallelScalingBlock"):
-        find_host(make_vit(block_fn=timm.models.vision_transformer.ParallelScalingBlock))
+    with pytest.raises(UnsupportedModelError, match="patch_drop_rate=0"):
+        find_host(make_eva(patch_drop_rate=0.5))
+    with pytest.raises(UnsupportedModelError, match="attn_drop_rate=0"):
+        find_host(make_eva(attn_drop_rate=0.1))
     with pytest.raises(UnsupportedModelError, match="expected a torch module, got str"):
         find_host("deit_tiny_patch16_224")  # pyright: ignore[reportArgumentType]
 

@@ -13,6 +13,7 @@ from sparsifiner.data.images import preprocessing
 from sparsifiner.errors import CheckpointError, ConfigError, DataError, UnsupportedModelError
 from sparsifiner.inspect.features import feature_map
 from sparsifiner.inspect.statistics import measure
+from sparsifiner.inspect.survey import survey
 from sparsifiner.ops import reference
 
 SHAPE = {"patch_size": 8, "tubelet_size": 2, "num_hidden_layers": 2, "num_labels": 5}
@@ -61,7 +62,7 @@ def clips(count=2, frames=8, size=(32, 32)):
 
 def out(model, inputs, **settings):
     """What is compared with a teacher; V-JEPA 2's own predictor, which stays dense, is left out."""
-    return host_of(model).logits(model(inputs, **host_of(model).settings(model), **settings))
+    return host_of(model).logits(model, model(inputs, **host_of(model).settings(model), **settings))
 
 
 @pytest.fixture(params=NAMES)
@@ -213,6 +214,12 @@ def test_vjepa_takes_clips_of_any_size():
 @torch.no_grad()
 def test_the_predictor_of_vjepa_stays_dense():
     model, inputs = make("VJEPA2Model"), clips()
+    assert list(host_of(model).left_dense(model)) == ["predictor.layer.0.attention"]
+    classifier = make("VJEPA2ForVideoClassification")
+    assert "it is the pooler's" in " ".join(host_of(classifier).left_dense(classifier).values())
+    said = str(survey(model))
+    assert "tokens: 64 at 8 frames of 32 x 32 pixels (4 x 4 x 4 patches and 0 others)" in said
+    assert "1 stay dense (predictor.layer.0.attention): it is the predictor's" in said
     student = sp.sparsify(model, sp.SparseConfig(1.0, **CELLS))
     assert all("predictor" not in site.name for site in host_of(student).sites(model))
     expected = model(inputs).predictor_output.last_hidden_state
@@ -317,8 +324,8 @@ def test_bad_input(tmp_path):
             find_host(make(kind, attention_probs_dropout_prob=setting))
     decoder = {"decoder_hidden_size": 16, "decoder_num_attention_heads": 2}
     config = transformers.VideoMAEConfig(**CONFIGS["VideoMAE"][1], **decoder)
-    with pytest.raises(UnsupportedModelError, match="the VideoMAEModel in it can: convert its videomae"):
-        find_host(transformers.VideoMAEForPreTraining(config))
+    whole = sp.sparsify(transformers.VideoMAEForPreTraining(config), sp.SparseConfig(0.3, **CELLS))
+    assert len(sparse_layers(whole)) == 2  # of the encoder in it
     sp.save(student, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="belongs to video VideoMAEModel, not to a VJEPA2Model"):
         sp.load(tmp_path / "a.safetensors", model=make("VJEPA2Model"))

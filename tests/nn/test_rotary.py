@@ -58,9 +58,9 @@ def test_a_layer_turns_what_is_left_with_its_own_rows(vit, photos):
     x = torch.randn(len(photos), 13, 24)
     q, k, v = plain.qkv(layer.host, x, None)
     q, k = (rope.left(layer.grid.cells)(part) for part in (q, k))
-    dense = plain.project(layer.host, functional.scaled_dot_product_attention(q, k, v), x)
+    dense = plain.project(layer.host, functional.scaled_dot_product_attention(q, k, v), x, None)
     torch.testing.assert_close(layer(x), dense)
     for pattern in ("learned", "cells"):
         sp.reconfigure(student, keep=0.2, pattern=pattern, tau=0.0, basis_threshold=0.0)
-        assert torch.equal(layer(x), plain.project(layer.host, layer.attend(q, k, v), x))
+        assert torch.equal(layer(x), plain.project(layer.host, layer.attend(q, k, v), x, None))
         assert not torch.allclose(layer(x), dense, atol=1e-3)

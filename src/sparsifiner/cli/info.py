@@ -1,4 +1,4 @@
-"""`sparsifiner info`: what is installed here, which backends run, what a checkpoint holds."""
+"""`sparsifiner info`: what is installed here, what a checkpoint holds, what of a model would be converted."""
 
 from __future__ import annotations
 
@@ -12,19 +12,33 @@ from sparsifiner.errors import one_line
 
 
 def info(
-    checkpoint: Annotated[Path | None, typer.Argument(help=common.CHECKPOINT)] = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A checkpoint; or a dense model: a name of timm's, or a folder with transformers' config."),
+    ] = None,
+    image_size: common.ImageSize = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Shows versions, the machine and the backends, or what a checkpoint holds.
+    """Shows versions, the machine and the backends; what a checkpoint holds; or what of a dense model is converted.
 
-    Example: `sparsifiner info student.safetensors`
+    Of a model it tells the tokens, the share of attention in its multiply-adds, how much faster it could be at most,
+    what stays as it is, and why it is refused if it is. No weights are needed and no network.
+
+    Example: `sparsifiner info vit_small_patch16_dinov3 --image-size 1024`
     """
-    content = _environment() if checkpoint is None else _checkpoint(checkpoint)
+    if model is not None and _is_dense(model):
+        found = _survey(model, image_size)
+        if as_json:
+            common.print_json(found.to_dict())
+        else:
+            typer.echo("\n".join(map(one_line, str(found).splitlines())))
+        return
+    content = _environment() if model is None else _checkpoint(Path(model))
     if as_json:
         common.print_json(content)
         return
     for key, value in content.items():  # a checkpoint's can be any, also what moves a terminal's cursor
-        if checkpoint is not None and key == "tuning":
+        if key == "tuning":
             _print_tuning(value)
         elif isinstance(value, dict):
             typer.echo(one_line(f"{key}:"))
@@ -41,6 +55,25 @@ def _print_tuning(measured: dict[str, Any]) -> None:
     typer.echo("tuning:")
     for line in str(TuningReport.from_dict(measured)).splitlines():
         typer.echo(f"  {one_line(line)}")
+
+
+def _is_dense(name: str) -> bool:
+    """Whether it is a model that is meant, and no checkpoint; a name that is neither is asked for as a checkpoint."""
+    path = Path(name)
+    if path.exists():
+        return path.suffix == ".json" or (path / "config.json").is_file()
+    import timm
+
+    import sparsifiner.hosts.lvvit  # noqa: F401 - registers LV-ViT with timm
+
+    return timm.is_model(name.split(".")[0])
+
+
+def _survey(name: str, image_size: int | None) -> Any:
+    from sparsifiner.inspect.survey import survey
+    from sparsifiner.models import outline
+
+    return survey(outline(name, image_size))
 
 
 def _environment() -> dict[str, Any]:

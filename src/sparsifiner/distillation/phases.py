@@ -31,8 +31,9 @@ from sparsifiner.tokens.dynamicvit import ratio_loss
 
 # What hosts call their tokens and position embeddings.
 EMBEDDINGS = {
-    *("pos_embed", "cls_token", "dist_token", "reg_token"),  # timm
+    *("pos_embed", "cls_token", "dist_token", "reg_token", "freqs"),  # timm
     *("position_embeddings", "position_embedding", "class_embedding", "distillation_token", "register_tokens"),
+    *("detection_tokens", "mid_position_embeddings", "probe"),
 }
 
 

@@ -39,7 +39,7 @@ class Targets:
 
 def own_predictions(model: nn.Module, images: Tensor) -> Tensor:
     """The model's own: a class for each image."""
-    return host_of(model).logits(model(images))
+    return host_of(model).logits(model, model(images))
 
 
 @contextlib.contextmanager

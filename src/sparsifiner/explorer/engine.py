@@ -187,7 +187,8 @@ class Engine:
 
     @torch.inference_mode()
     def _logits(self, picture: Picture) -> Tensor:
-        output = conversion_of(self.student).host.logits(self.student(picture.tensor))[0].float()
+        host = conversion_of(self.student).host
+        output = host.logits(self.student, self.student(picture.tensor))[0].float()
         if not bool(torch.isfinite(output).all()):
             raise DataError("the model's output is not finite on this image: are its weights?")
         return output

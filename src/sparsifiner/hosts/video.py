@@ -18,7 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from sparsifiner.errors import CheckpointError, ConfigError, DataError, reason_of
-from sparsifiner.hosts import BlockAdapter, BlockSite, Host, Site, huggingface, refuse_tracing
+from sparsifiner.hosts import BlockAdapter, BlockSite, Host, Site, refuse_tracing
+from sparsifiner.hosts.huggingface import rebuild
+from sparsifiner.hosts.huggingface.family import NO_WEIGHTS
+from sparsifiner.hosts.huggingface.recording import RecordedSite
+from sparsifiner.hosts.huggingface.table import is_theirs
 from sparsifiner.nn.attention import AttentionAdapter
 from sparsifiner.nn.grid import TokenGrid
 
@@ -43,7 +47,7 @@ def _heads(part: nn.Module, x: Tensor, head_dim: int) -> Tensor:
 
 
 def _mae_arguments(attention: Any, hidden_states: Tensor, **settings: Any) -> tuple[Tensor, None, str | None]:
-    return hidden_states, None, huggingface.NO_WEIGHTS if _weights_wanted() else None
+    return hidden_states, None, NO_WEIGHTS if _weights_wanted() else None
 
 
 def _mae_qkv(attention: Any, x: Tensor, context: None) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +66,7 @@ def _mae_feed(block: Any, x: Tensor) -> Tensor:
 
 VIDEOMAE = AttentionAdapter(
     qkv=_mae_qkv,
-    project=lambda attention, heads, x: attention.output(heads.transpose(1, 2).flatten(2), x),
+    project=lambda attention, heads, x, context: attention.output(heads.transpose(1, 2).flatten(2), x),
     mixing=lambda attention: attention.output.dense.weight,
     scale=lambda attention: attention.attention.scaling,
     arguments=_mae_arguments,
@@ -88,7 +92,7 @@ class Places(NamedTuple):
 def _jepa_arguments(
     attention: Any, hidden_states: Tensor, position_mask: Tensor | None = None
 ) -> tuple[Tensor, Places, str | None]:
-    refusal = NO_POSITIONS if position_mask is not None else huggingface.NO_WEIGHTS if _weights_wanted() else None
+    refusal = NO_POSITIONS if position_mask is not None else NO_WEIGHTS if _weights_wanted() else None
     return hidden_states, Places(None), refusal
 
 
@@ -116,7 +120,7 @@ def _jepa_feed(block: Any, x: Tensor) -> Tensor:
 
 VJEPA2 = AttentionAdapter(
     qkv=_jepa_qkv,
-    project=lambda attention, heads, x: (attention.proj(heads.transpose(1, 2).flatten(2)), None),
+    project=lambda attention, heads, x, context: (attention.proj(heads.transpose(1, 2).flatten(2)), None),
     mixing=lambda attention: attention.proj.weight,
     scale=lambda attention: attention.scaling,
     arguments=_jepa_arguments,
@@ -198,7 +202,7 @@ BLOCKS = "encoder.layer"
 
 def _find(model: nn.Module) -> _Member | None:
     """The row of a model's class, or of the class it was derived from."""
-    theirs = (kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers.models."))
+    theirs = (kind for kind in type(model).__mro__ if is_theirs(kind))
     return next((MEMBERS[kind.__name__] for kind in theirs if kind.__name__ in MEMBERS), None)
 
 
@@ -221,9 +225,9 @@ def _sites(model: nn.Module) -> Iterator[Site]:
     family, tower = _member(model).family, _tower(model)
     for index, block in enumerate(tower.get_submodule(BLOCKS).children()):
         module: Any = getattr(block, "attention", None)
-        if type(module).__name__ == family.kind and type(module).__module__.startswith("transformers.models."):
+        if type(module).__name__ == family.kind and is_theirs(type(module)):
             inner = module.get_submodule(family.inner)
-            yield huggingface._Site(
+            yield RecordedSite(
                 name=f"{_start(model)}{BLOCKS}.{index}.attention",
                 parent=block,
                 attribute="attention",
@@ -233,6 +237,19 @@ def _sites(model: nn.Module) -> Iterator[Site]:
                 head_dim=inner.attention_head_size,
                 recorder=tower,
             )
+
+
+# Attention that is in a model beside its encoder.
+BESIDE = {
+    "VJEPA2RopeAttention": "it is the predictor's, which sees masks and some places twice: its tokens have no grid",
+    "VJEPA2PoolerSelfAttention": "it is the pooler's, behind the encoder, and of a class that is not known here",
+}
+
+
+def _left_dense(model: nn.Module) -> dict[str, str]:
+    converted = {site.name for site in _sites(model)}
+    kinds = {name: type(module).__name__ for name, module in model.named_modules() if name not in converted}
+    return {name: BESIDE[kind] for name, kind in kinds.items() if kind in BESIDE}
 
 
 def _refusal(model: nn.Module) -> str | None:
@@ -314,7 +331,7 @@ def _build(description: dict[str, Any], layers: int) -> nn.Module:
             f"{name!r} is no class of transformers {transformers.__version__} that is known here: make the model "
             "yourself and pass it as load(path, model=...)"
         )
-    huggingface._check_config(description.get("config"), layers)
+    rebuild.check_config(description.get("config"), layers)
     try:
         return kind(kind.config_class.from_dict(description["config"]))
     except Exception as error:  # a config's own checks raise what they like
@@ -351,7 +368,7 @@ def _unused(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters() if unused and name.startswith(unused)}
 
 
-def _logits(output: Any) -> Tensor:
+def _logits(model: nn.Module, output: Any) -> Tensor:
     if (found := getattr(output, "logits", None)) is not None:
         return found
     if getattr(output, "last_hidden_state", None) is None:
@@ -376,16 +393,20 @@ HOST = _Video(
     name="video",
     library="transformers",
     supported=SUPPORTED,
+    knows=lambda model: _find(model) is not None,
     refusal=_refusal,
     grid=_grid,
     watch=_watch,
     sites=_sites,
+    left_dense=_left_dense,
     describe=_describe,
+    describe_holder=rebuild.describe_holder,
     build=_build,
     image_size=_image_size,
     class_token=lambda model: False,
     blocks=_blocks,
     last_block=_last_block,
+    every_token=lambda model: None,
     num_classes=_num_classes,
     unused=_unused,
     logits=_logits,

@@ -132,7 +132,7 @@ def predict_all(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], adva
                 images = images.to(device)
                 start = time.perf_counter()
                 out = model(images)
-                out = out if isinstance(out, Tensor) else host_of(model).logits(out)
+                out = out if isinstance(out, Tensor) else host_of(model).logits(model, out)
                 times.append((time.perf_counter() - start) * 1000 / len(images))
                 if not bool(torch.isfinite(out).all()):
                     raise DataError("the model's output is not finite: are the images?")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sparsifiner.convert import conversion_of
+from sparsifiner.convert import conversion_of, part_of
 from sparsifiner.errors import ConfigError
 from sparsifiner.hosts import tokens_of
 
@@ -33,15 +33,21 @@ def feature_map(
     """
     if dropped not in ("last", "zero"):
         raise ConfigError(f"dropped must be 'last' or 'zero', got {dropped!r}")
+    student = part_of(student)
     record = conversion_of(student)
-    grid = record.grid
+    grid, sites = record.grid, record.host.blocks(student)
     canvas: list[Tensor] = []  # one tensor, of all cells
 
+    def patches_of(tokens: Tensor) -> Tensor:
+        """Also where they are on a grid already, or where other tokens come after them."""
+        tokens = tokens.flatten(1, -2)
+        return tokens[:, grid.prefix - sites[0].behind : tokens.shape[1] - sites[0].behind]
+
     def prime(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        canvas[:] = [inputs[0][:, grid.prefix :]]  # before the first block all tokens are there
+        canvas[:] = [patches_of(inputs[0])]  # before the first block all tokens are there
 
     def paint(_: nn.Module, __: Any, output: Any) -> None:
-        patches, merged = tokens_of(output)[:, grid.prefix :], grid.merged()
+        patches, merged = patches_of(tokens_of(output)), grid.merged()
         if grid.cells is None:
             canvas[:] = [patches]
             return
@@ -52,7 +58,7 @@ def feature_map(
         canvas[:] = [below.scatter(1, index, patches)]
 
     with contextlib.ExitStack() as stack:
-        blocks = [site.module for site in record.host.blocks(student)]
+        blocks = [site.module for site in sites]
         stack.callback(blocks[0].register_forward_pre_hook(prime).remove)
         for block in blocks:
             stack.callback(block.register_forward_hook(paint).remove)

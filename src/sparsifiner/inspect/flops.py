@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from sparsifiner.config import BlockTokens
-from sparsifiner.convert import config_of, conversion_of, restore, sparse_layers
+from sparsifiner.convert import config_of, conversion_of, part_of, restore, sparse_layers
 from sparsifiner.errors import ConfigError
 from sparsifiner.hosts import Host, tokens_of
 from sparsifiner.inspect.statistics import LayerStatistics, measure
@@ -148,6 +148,7 @@ def count_flops(
         statistics: measured already by `sparsifiner.inspect.statistics.measure`; instead of ``images``.
         outside: counted already by `outside_attention`; no setting changes it, so one count serves many.
     """
+    student = part_of(student)
     if convention not in ("paper", "measured"):
         raise ConfigError(f"unknown convention {convention!r}: choose 'paper' or 'measured'")
     if convention == "measured" and statistics is None:
@@ -259,6 +260,7 @@ class Outside:
 
 def outside_attention(student: nn.Module) -> Outside:
     """What `count_flops` counts outside the attention core, by torch's own counter on the meta device."""
+    student = part_of(student)
     record = conversion_of(student)
     # Without gradients: torch's counter stumbles over a parameter that is expanded, as attention pooling does.
     dense = restore(student).to("meta").eval().requires_grad_(False)
@@ -268,7 +270,8 @@ def outside_attention(student: nn.Module) -> Outside:
     all_tokens, counts = record.host.grid(dense).num_tokens, _module_counts(record.host, dense)
     # What a block multiplies outside its attention is its feed-forward part, whatever that is called.
     blocks = [names[block.module] for block in record.host.blocks(dense)]
-    mlp = [counts[block] - sum(counts[site] for site in sites if site.startswith(f"{block}.")) for block in blocks]
+    attention = [sum(counts[site] for site in sites if f"{site}.".startswith(f"{block}.")) for block in blocks]
+    mlp = [counts[block] - inside for block, inside in zip(blocks, attention, strict=True)]
 
     @functools.cache
     def other_at(tokens: int) -> float:

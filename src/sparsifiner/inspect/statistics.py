@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from sparsifiner.convert import sparse_layers
+from sparsifiner.convert import part_of, sparse_layers
 from sparsifiner.data.batches import as_batches
 from sparsifiner.inspect.observe import observing
 from sparsifiner.nn.attention import Observation, SparseAttention
@@ -49,6 +49,7 @@ class LayerStatistics:
 
 def measure(student: nn.Module, images: Tensor | Iterable) -> list[LayerStatistics]:
     """Runs the model on images as it is configured and returns one record per attention layer."""
+    student = part_of(student)
     layers = sparse_layers(student)
     tallies = {id(layer): _Tally(layer) for layer in layers}
 

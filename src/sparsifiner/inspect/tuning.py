@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sparsifiner.config import SparseConfig, Tile, name_tile, parse_tile
-from sparsifiner.convert import config_of, conversion_of, note_tuning, reconfigure, sparse_layers
+from sparsifiner.convert import config_of, conversion_of, note_tuning, part_of, reconfigure, sparse_layers
 from sparsifiner.data.batches import as_batches
 from sparsifiner.errors import CheckpointError, ConfigError
 from sparsifiner.inspect.machine import machine_name
@@ -194,6 +194,7 @@ def time_layers(
 
     Without ``tiles``, each layer is timed with the tile it has.
     """
+    student = part_of(student)
     batch = next(as_batches(images, sys.maxsize))
     layers = sparse_layers(student)
     if tiles is not None:  # an error now, if one is none

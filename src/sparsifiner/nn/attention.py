@@ -30,7 +30,7 @@ from sparsifiner.sides import on_grid, spelled
 
 
 class Context(Protocol):
-    """What else a call brings that queries and keys depend on, such as `rotary.Rotary`; it belongs to that call."""
+    """What else a call brings, such as the tables of `rotary.Rotary`; it belongs to that call."""
 
     def left(self, cells: Tensor) -> Context:
         """For the patches that are left, int64 ``[batch, patches left]``, where blocks before dropped some."""
@@ -43,16 +43,17 @@ class AttentionAdapter:
 
     Attributes:
         qkv: from the host module, tokens ``[batch, n, D]`` and the call's context to q, k, v ``[batch, heads, n, d]``.
-        project: from the host module, heads' output ``[batch, heads, n, d]`` and the tokens to what the module returns.
+        project: from the host module, heads' output ``[batch, heads, n, d]``, the tokens and the context to what the
+            module returns.
         mixing: the matrix ``[D, heads * d]`` in `project` that mixes the heads.
         scale: what the host module multiplies its logits by.
-        arguments: from the host module and what it is called with to the tokens ``[batch, n, D]``, the context for
-            `qkv`, or None where the tokens say it all, and a line that says why sparse attention cannot do what else is
-            asked for, or None if it can.
+        arguments: from the host module and what it is called with to the tokens ``[batch, n, D]``, or ``[batch, rows,
+            columns, D]``, the context, or None where the tokens say it all, and a line that says why sparse attention
+            cannot do what else is asked for, or None if it can.
     """
 
     qkv: Callable[[Any, Tensor, Any], tuple[Tensor, Tensor, Tensor]]
-    project: Callable[[Any, Tensor, Tensor], Any]
+    project: Callable[[Any, Tensor, Tensor, Any], Any]
     mixing: Callable[[Any], Tensor]
     scale: Callable[[Any], float]
     arguments: Callable[..., tuple[Tensor, Context | None, str | None]]
@@ -184,7 +185,7 @@ class SparseAttention(StandIn):
         """Takes and returns what the host module does; a mask is only possible where the layer is dense."""
         host, call = self.host, self.grid.call
         x, context, refusal = self.adapter.arguments(host, *arguments, **settings)
-        dense = self.is_dense(x.shape[1])
+        dense = self.is_dense(x.shape[1:-1].numel())
         partial = context is not None and call.cells is not None  # the host would need what it has for all tokens
         # Nothing is asked of this layer that the host's own attention does not do.
         plain = dense and call.ranks is None and call.presence is None and not partial
@@ -203,7 +204,7 @@ class SparseAttention(StandIn):
         if plain:
             return host.forward(*arguments, **settings)
         heads = self._dense(q, k, v) if dense else self.attend(q, k, v)
-        return self.adapter.project(host, heads, x)
+        return self.adapter.project(host, heads, x, context)
 
     def _dense(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention to all tokens that are there."""

@@ -90,6 +90,7 @@ def _about(student: nn.Module) -> str:
         "host": f"{record.host_name}, {type(student).__name__}",
         "input": _input(student),
         "attention": f"{len(layers)} layers of {layers[0].num_heads} heads",
+        **_left_dense(record.host.left_dense(student)),
         "keys kept": keep,
         "chosen by": {"learned": "the predictor", "cells": "the means of cells"}.get(config.pattern, config.pattern),
         **_form(config),
@@ -108,6 +109,12 @@ def _input(student: nn.Module) -> str:
     frames, tokens = host.frames(student), host.grid(student).num_tokens
     clip = "" if frames is None else f"{frames} frames of "
     return f"{clip}{spelled(host.image_size(student))} pixels, {tokens} tokens"
+
+
+def _left_dense(reasons: dict[str, str]) -> dict[str, object]:
+    """Layers that were not converted, where a model has some."""
+    shown = [f"{sum(why == other for other in reasons.values())} ({why})" for why in dict.fromkeys(reasons.values())]
+    return {"layers not converted": "; ".join(shown)} if shown else {}
 
 
 def _form(config: SparseConfig) -> dict[str, object]:

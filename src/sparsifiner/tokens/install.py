@@ -58,15 +58,19 @@ def install_pruning(
         for block in present:
             block.configure(config)
         return
+    if config is not None and (reason := host.every_token(model)):
+        raise UnsupportedModelError(f"tokens cannot be dropped in a {type(model).__name__}: {reason}")
     scorers |= {block.number: block.scorer for block in present if block.scorer is not None}
     remove_pruning(model, host)
     sites = host.blocks(model)
     for number in blocks:  # all are looked at before any is changed
-        attentions = [module for module in sites[number].module.modules() if isinstance(module, SparseAttention)]
+        block = sites[number].module
+        attentions = [module for module in block.modules() if isinstance(module, SparseAttention)]
         if sites[number].adapter is None or len(attentions) != 1:
+            own = block.host if isinstance(block, SparseAttention) else block
             raise UnsupportedModelError(
-                f"tokens cannot be dropped in a {type(sites[number].module).__name__}: its attention and feed-forward "
-                "parts do not come one after the other"
+                f"tokens cannot be dropped in a {type(own).__name__}: its attention and feed-forward parts do not come "
+                "one after the other"
             )
     if config is None:
         return

@@ -1,4 +1,4 @@
-"""timm's VisionTransformer family."""
+"""timm's VisionTransformer and Eva families."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers import attention as timm_attention
-from timm.models import vision_transformer
+from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from sparsifiner.errors import CheckpointError, DataError, reason_of
-from sparsifiner.hosts import BlockAdapter, BlockSite, Host, Site, obstacle, refuse_tracing
+from sparsifiner.hosts import BlockSite, Handles, Host, Site, obstacle, refuse_tracing
 from sparsifiner.hosts.lvvit import LVViT  # registers it with timm too, so that `_build` finds it by name
-from sparsifiner.nn.attention import NO_MASK, AttentionAdapter
+from sparsifiner.hosts.timm.attention import ADAPTERS
+from sparsifiner.hosts.timm.blocks import BLOCKS
 from sparsifiner.nn.grid import TokenGrid
 
 SUPPORTED = (
-    "timm's VisionTransformer family: ViT of any size, DeiT (distilled too), DeiT-3, DINOv2, LV-ViT, "
-    "with or without class token, registers, layer scale or qk-norm"
+    "timm's VisionTransformer and Eva families: ViT of any size, DeiT (distilled too), DeiT-3, DINOv2, LV-ViT, EVA, "
+    "EVA-02, DINOv3, Perception Encoder, with or without rotary embedding, class token, registers, layer scale or "
+    "qk-norm"
 )
 
 # Why families that are not VisionTransformers cannot be converted, by the start of the class name, where their parts do
 # not show it.
 REASONS = {
+    "NaFlexVit": "it pads images of many sizes to one length and masks what was added: its tokens are on no one grid",
     "SwinTransformer": "its attention already works inside shifted windows, not over all tokens",
     "Cait": "its talking-heads attention mixes heads before and after the softmax",
     "Xcit": "its attention is over channels, not over tokens",
@@ -34,42 +36,6 @@ REASONS = {
     "SHViT": "its attention has one head, over some of the channels, between convolutions",
     "EfficientVitMsra": "its heads run one after the other, each on what the last one gave",
     "EfficientVit": "its attention is linear: without a softmax there are no weights of which to keep the largest",
-}
-
-
-def _qkv(attention: Any, x: Tensor, context: None) -> tuple[Tensor, Tensor, Tensor]:
-    batch, n, _ = x.shape
-    packed = attention.qkv(x).reshape(batch, n, 3, attention.num_heads, attention.head_dim)
-    q, k, v = packed.permute(2, 0, 3, 1, 4).unbind(0)  # views of [batch, heads, n, d]
-    return attention.q_norm(q), attention.k_norm(k), v
-
-
-def _project(attention: Any, heads: Tensor, x: Tensor) -> Tensor:
-    out = attention.norm(heads.transpose(1, 2).flatten(2))
-    if getattr(attention, "gate", None) is not None:
-        out = out * attention.gate(x).sigmoid()
-    return attention.proj_drop(attention.proj(out))
-
-
-def _mixing(attention: Any) -> Tensor:
-    return attention.proj.weight
-
-
-def _scale(attention: Any) -> float:
-    return attention.scale
-
-
-def _arguments(
-    attention: Any, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
-) -> tuple[Tensor, None, str | None]:
-    return x, None, NO_MASK if attn_mask is not None or is_causal else None
-
-
-# By exact type: a subclass may compute something else.
-ADAPTERS = {
-    timm_attention.Attention: AttentionAdapter(
-        qkv=_qkv, project=_project, mixing=_mixing, scale=_scale, arguments=_arguments
-    )
 }
 
 
@@ -116,28 +82,21 @@ class _Ballot:
         return inputs[0].masked_fill(out, -torch.inf)
 
 
-@dataclasses.dataclass
-class _Handles:
-    """Of several hooks, which go together."""
-
-    handles: list[Any]
-
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
 def _watch(model: Any, grid: TokenGrid) -> Any:
     handles = [model.patch_embed.register_forward_pre_hook(_GridWatcher(grid))]
     if isinstance(model, LVViT):
         handles.append(model.aux_pool.register_forward_pre_hook(_Ballot(grid)))
-    return _Handles(handles)
+    return Handles(handles)
 
 
-def _refusal(model: nn.Module) -> str | None:
-    if not isinstance(model, VisionTransformer):
+def _knows(model: nn.Module) -> bool:
+    return isinstance(model, VisionTransformer | Eva)
+
+
+def _refusal(model: Any) -> str | None:
+    if not _knows(model):
         return _why_not(model)
-    if not isinstance(model.patch_drop, nn.Identity):
+    if not isinstance(getattr(model, "patch_drop", None), nn.Identity | None):
         return "it drops patches in training (patch_drop_rate): make it with patch_drop_rate=0"
     sites = list(_sites(model))
     if not sites:
@@ -148,12 +107,12 @@ def _refusal(model: nn.Module) -> str | None:
 
 
 def _why_not(model: nn.Module) -> str:
-    """Of a model of timm that is no VisionTransformer."""
+    """Of a model of timm that is of neither family."""
     name = type(model).__name__
     if any("Partition" in type(module).__name__ for module in model.modules()):
         return "its attention works inside windows and grids, not over all tokens"
     known = next((reason for start, reason in REASONS.items() if name.startswith(start)), None)
-    return known or obstacle(model) or "it is not a timm VisionTransformer"
+    return known or obstacle(model) or "it is not a timm VisionTransformer or Eva"
 
 
 def _grid(model: Any) -> TokenGrid:
@@ -176,6 +135,10 @@ def _sites(model: Any) -> Iterator[Site]:
             )
 
 
+def _left_dense(model: nn.Module) -> dict[str, str]:
+    return {}
+
+
 def _describe(model: Any) -> dict[str, Any]:
     """What `build` needs; arguments that only show in the weights are caught when these are loaded."""
     return {
@@ -186,6 +149,10 @@ def _describe(model: Any) -> dict[str, Any]:
         "global_pool": model.global_pool,
         "dynamic_img_size": model.dynamic_img_size,
     }
+
+
+def _describe_holder(model: nn.Module) -> dict[str, Any]:
+    return {"architecture": None}  # what holds a model is not made by name
 
 
 # What `_describe` writes. A file could ask timm for other things: to load another file, for one.
@@ -221,34 +188,7 @@ def _image_size(model: Any) -> tuple[int, int]:
 
 
 def _class_token(model: Any) -> bool:
-    return bool(model.has_class_token)
-
-
-def _attend(block: Any, x: Tensor, **settings: Any) -> Tensor:
-    return x + block.drop_path1(block.ls1(block.attn(block.norm1(x), **settings)))
-
-
-def _feed(block: Any, x: Tensor) -> Tensor:
-    return x + block.drop_path2(block.ls2(block.mlp(block.norm2(x))))
-
-
-def _attend_normed(block: Any, x: Tensor, **settings: Any) -> Tensor:
-    return x + block.drop_path1(block.norm1(block.attn(x, **settings)))
-
-
-def _feed_normed(block: Any, x: Tensor) -> Tensor:
-    return x + block.drop_path2(block.norm2(block.mlp(x)))
-
-
-def _width(block: Any) -> int:
-    return block.attn.proj.out_features
-
-
-# By exact type, as above. Blocks that do both halves at once have nothing in between.
-BLOCKS = {
-    vision_transformer.Block: BlockAdapter(attend=_attend, feed=_feed, dim=_width),
-    vision_transformer.ResPostBlock: BlockAdapter(attend=_attend_normed, feed=_feed_normed, dim=_width),
-}
+    return model.cls_token is not None
 
 
 def _blocks(model: Any) -> list[BlockSite]:
@@ -269,7 +209,11 @@ def _unused(model: Any) -> set[str]:
     return set()
 
 
-def _logits(output: Any) -> Tensor:
+def _every_token(model: nn.Module) -> str | None:
+    return None
+
+
+def _logits(model: nn.Module, output: Any) -> Tensor:
     return output
 
 
@@ -277,16 +221,20 @@ HOST = Host(
     name="timm",
     library="timm",
     supported=SUPPORTED,
+    knows=_knows,
     refusal=_refusal,
     grid=_grid,
     watch=_watch,
     sites=_sites,
+    left_dense=_left_dense,
     describe=_describe,
+    describe_holder=_describe_holder,
     build=_build,
     image_size=_image_size,
     class_token=_class_token,
     blocks=_blocks,
     last_block=_last_block,
+    every_token=_every_token,
     num_classes=_num_classes,
     unused=_unused,
     logits=_logits,
