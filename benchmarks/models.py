@@ -140,6 +140,7 @@ def _modalities(model: Any) -> tuple[str, ...]:
 
 # What a config says of width and size, and what it says in small, where it says so.
 SMALL = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "mlp_ratio": 2, "vocab_size": 1000}
+SMALL |= {"num_frames": 8, "frames_per_clip": 8, "pred_num_hidden_layers": 1}  # of clips
 
 
 def _small_model(kind: Any) -> nn.Module:
@@ -166,9 +167,10 @@ def _small_config(kind: Any, **smaller: int) -> Any:
         for name, value in smaller.items():
             if isinstance(getattr(part, name, None), int):
                 setattr(part, name, min(value, getattr(part, name)))
-        size, patch = getattr(part, "image_size", None), getattr(part, "patch_size", None)
-        if smaller and isinstance(size, int) and isinstance(patch, int):
-            part.image_size = min(size, 8 * patch)
+        for side in ("image_size", "crop_size"):
+            size, patch = getattr(part, side, None), getattr(part, "patch_size", None)
+            if smaller and isinstance(size, int) and isinstance(patch, int):
+                setattr(part, side, min(size, 8 * patch))
     return config
 
 
@@ -336,8 +338,7 @@ def _trial(subject: Subject, path: str, form: str) -> Trial:
             deviation = 0.2 if parameter.ndim < 2 else min(0.3, max(1, parameter[:1].numel()) ** -0.5)
             parameter.copy_((parameter if parameter.ndim < 2 else 0) + deviation * torch.randn_like(parameter))
     host = find_part(model).host
-    channels = next(parameter.shape[1] for parameter in model.parameters() if parameter.ndim == 4)
-    images = torch.randn(IMAGES, channels, *host.image_size(model))
+    images = torch.randn(IMAGES, *host.input_shape(model))
     student = sp.sparsify(model, sp.suggest_config(model, 0.25, pattern=form))
     with torch.no_grad():
         if form == "learned":
