@@ -63,7 +63,7 @@ def test_keep_outside_its_range_is_refused(keep):
         ({"cells": ((2, 2, 2), (3, 4, 4))}, "cells of 3 x 4 x 4 patches do not hold whole cells of 2 x 2 x 2"),
         ({"tile": "22"}, "tile must be"),
         ({"tile": []}, "tile is an empty list"),
-        ({"tile": [None, (2, 0)]}, "tile of a layer must be two whole numbers"),
+        ({"tile": [None, (2, 0)]}, "tile of a layer must be two or three whole numbers"),
         ({"tile": [(2, 2), 2]}, "tile must be"),
         ({"tile": [None, (2, 2)], "pattern": "window"}, "set tile=None for fixed patterns"),
         ({"backend": "cuda"}, "unknown backend 'cuda'"),
