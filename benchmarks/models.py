@@ -412,6 +412,7 @@ def main() -> None:
                 rows.append(tried(subject, compiled=len(rows) % arguments.compile_every == 0))
             row = rows[-1]
             print(f"{row['outcome']:8} {row['family']:28} {row['model']:44} {row['why'][:100]}", flush=True)
+    rows.sort(key=lambda row: (row["library"], row["outcome"] != "works", row["family"], row["model"]))
     if not arguments.only:
         write_csv(rows, RESULTS / "models.csv")
         with replacing(DOCS / "models.md") as temporary:
