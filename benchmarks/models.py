@@ -161,9 +161,9 @@ def _small_config(kind: Any, **smaller: int) -> Any:
                     setattr(part, name, DEPTH)
         if getattr(part, "global_attn_indexes", None):
             part.global_attn_indexes = [DEPTH - 1]
-        with contextlib.suppress(Exception):  # a backbone gives what its last layer does
+        if hasattr(part, "stage_names") and isinstance(getattr(part, "num_hidden_layers", None), int):
             part.stage_names = ["stem", *(f"stage{number + 1}" for number in range(DEPTH))]
-            part.out_features = [part.stage_names[-1]]
+            part.out_features = [part.stage_names[-1]]  # a backbone gives what its last layer does
         for name, value in smaller.items():
             if isinstance(getattr(part, name, None), int):
                 setattr(part, name, min(value, getattr(part, name)))
@@ -413,6 +413,7 @@ def main() -> None:
                 rows.append(tried(subject, compiled=len(rows) % arguments.compile_every == 0))
             row = rows[-1]
             print(f"{row['outcome']:8} {row['family']:28} {row['model']:44} {row['why'][:100]}", flush=True)
+    rows.sort(key=lambda row: (row["library"], row["outcome"] != "works", row["family"], row["model"]))
     if not arguments.only:
         write_csv(rows, RESULTS / "models.csv")
         with replacing(DOCS / "models.md") as temporary:
