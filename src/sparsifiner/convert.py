@@ -324,13 +324,13 @@ def config_of(student: nn.Module) -> SparseConfig:
 
 def tuning_of(student: nn.Module) -> dict[str, Any] | None:
     """What `tune` measured when it chose the settings the model has now; None if they were not, or are others."""
-    tuning = conversion_of(student).tuning
+    tuning = conversion_of(part_of(student)).tuning
     return tuning[1] if tuning is not None and tuning[0] == config_of(student) else None
 
 
 def note_tuning(student: nn.Module, measured: dict[str, Any]) -> None:
     """Keeps what was measured when the settings the model has now were chosen, for people to read."""
-    conversion_of(student).tuning = config_of(student), measured
+    conversion_of(part_of(student)).tuning = config_of(student), measured
 
 
 def sparse_layers(student: nn.Module) -> list[SparseAttention]:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -341,7 +342,15 @@ def test_a_grid_of_an_image_has_no_frames():
             sp.sparsify(make_vit(), sp.SparseConfig(0.3, **settings))
 
 
-def test_pickles_and_copies_watch_their_own_grid():
+@torch.no_grad()
+def test_pickles_give_the_same(name):
+    tokens = sp.TokenConfig(method="dynamicvit", keep=0.5, fuse=False, blocks=(1,))
+    student = sp.sparsify(make(name), sp.SparseConfig(0.3, tokens=tokens, **CELLS))
+    twin = pickle.loads(pickle.dumps(student))  # our own bytes
+    assert torch.equal(out(twin, clips()), out(student, clips()))
+
+
+def test_copies_watch_their_own_grid():
     student = sp.sparsify(make("VJEPA2Model"), sp.SparseConfig(0.3, **CELLS))
     twin = copy.deepcopy(student)
     out(twin, clips(1, 4, (48, 32)))

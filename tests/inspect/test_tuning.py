@@ -188,7 +188,7 @@ def test_tiles_of_the_callers_choice(student, photos, timed):
     timed({"dense": 9.0, "tile 3x2": 1.0}, {"dense": 9.0, "tile 3x2": 1.0})
     sp.tune(student, photos, tiles=[(3, 2)])
     assert sp.config_of(student).tile == (3, 2)
-    for nonsense, message in (([], "tiles is empty"), ([(0, 2)], "tile must be two whole numbers")):
+    for nonsense, message in (([], "tiles is empty"), ([(0, 2)], "tile must be two or three whole numbers")):
         with pytest.raises(ConfigError, match=message):
             sp.tune(student, photos, tiles=nonsense)
 

@@ -34,6 +34,10 @@ class Site:
         setattr(self.parent, self.attribute, module)
 
 
+def _alone(tokens: Tensor) -> Tensor:  # by name, so that blocks can be pickled
+    return tokens
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockAdapter:
     """The two halves of a host's block, between which tokens can be dropped.
@@ -49,7 +53,7 @@ class BlockAdapter:
     attend: Callable[..., Tensor]
     feed: Callable[[Any, Tensor], Tensor]
     dim: Callable[[Any], int]
-    wrap: Callable[[Tensor], Any] = lambda tokens: tokens
+    wrap: Callable[[Tensor], Any] = _alone
 
 
 def tokens_of(output: Any) -> Tensor:

@@ -64,16 +64,27 @@ def _mae_feed(block: Any, x: Tensor) -> Tensor:
     return block.output(block.intermediate(block.layernorm_after(x)), x)
 
 
+def _mae_project(attention: Any, heads: Tensor, x: Tensor, context: None) -> Tensor:
+    return attention.output(heads.transpose(1, 2).flatten(2), x)
+
+
+def _mae_mixing(attention: Any) -> Tensor:
+    return attention.output.dense.weight
+
+
+def _mae_scale(attention: Any) -> float:
+    return attention.attention.scaling
+
+
+def _mae_dim(block: Any) -> int:
+    return block.layernorm_before.normalized_shape[0]
+
+
+# Functions with names, here and below: converted models are pickled with them.
 VIDEOMAE = AttentionAdapter(
-    qkv=_mae_qkv,
-    project=lambda attention, heads, x, context: attention.output(heads.transpose(1, 2).flatten(2), x),
-    mixing=lambda attention: attention.output.dense.weight,
-    scale=lambda attention: attention.attention.scaling,
-    arguments=_mae_arguments,
+    qkv=_mae_qkv, project=_mae_project, mixing=_mae_mixing, scale=_mae_scale, arguments=_mae_arguments
 )
-VIDEOMAE_HALVES = BlockAdapter(
-    attend=_mae_attend, feed=_mae_feed, dim=lambda block: block.layernorm_before.normalized_shape[0]
-)
+VIDEOMAE_HALVES = BlockAdapter(attend=_mae_attend, feed=_mae_feed, dim=_mae_dim)
 
 
 # V-JEPA 2: queries and keys are turned by frame, row and column.
@@ -118,19 +129,30 @@ def _jepa_feed(block: Any, x: Tensor) -> Tensor:
     return block.drop_path(block.mlp(block.norm2(x))) + x
 
 
+def _jepa_project(attention: Any, heads: Tensor, x: Tensor, context: Places) -> tuple[Tensor, None]:
+    return attention.proj(heads.transpose(1, 2).flatten(2)), None
+
+
+def _jepa_mixing(attention: Any) -> Tensor:
+    return attention.proj.weight
+
+
+def _jepa_scale(attention: Any) -> float:
+    return attention.scaling
+
+
+def _jepa_dim(block: Any) -> int:
+    return block.norm1.normalized_shape[0]
+
+
+def _jepa_wrap(tokens: Tensor) -> tuple[Tensor, None]:
+    return tokens, None  # beside them a block returns attention weights
+
+
 VJEPA2 = AttentionAdapter(
-    qkv=_jepa_qkv,
-    project=lambda attention, heads, x, context: (attention.proj(heads.transpose(1, 2).flatten(2)), None),
-    mixing=lambda attention: attention.proj.weight,
-    scale=lambda attention: attention.scaling,
-    arguments=_jepa_arguments,
+    qkv=_jepa_qkv, project=_jepa_project, mixing=_jepa_mixing, scale=_jepa_scale, arguments=_jepa_arguments
 )
-VJEPA2_HALVES = BlockAdapter(
-    attend=_jepa_attend,
-    feed=_jepa_feed,
-    dim=lambda block: block.norm1.normalized_shape[0],
-    wrap=lambda tokens: (tokens, None),  # beside them it returns attention weights
-)
+VJEPA2_HALVES = BlockAdapter(attend=_jepa_attend, feed=_jepa_feed, dim=_jepa_dim, wrap=_jepa_wrap)
 
 
 @dataclasses.dataclass(frozen=True)
