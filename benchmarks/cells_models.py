@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 import sparsifiner as sp
-from common import environment, machine_results, write_csv
+from common import environment, machine_results, read_csv, write_csv
 from sparsifiner.convert import sparse_layers
 from sparsifiner.inspect.speed import Timing, problem_from, take_turns
 from speed import doubled, resized, student_and_images
@@ -81,19 +81,27 @@ def rows_of(times: dict[str, Timing], layers: int) -> list[dict[str, Any]]:
     ]
 
 
+def _case(row: dict[str, Any]) -> str:
+    return f"{row['model']} {row['pixels']}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", default="1,2", help="thread counts, between commas")
     parser.add_argument("--types", default="float32,bfloat16", help="of weights and images, between commas")
     parser.add_argument("--keep", default="0.25,0.1", help="keep rates, between commas")
+    parser.add_argument("--only", default="", help="cases that begin so, such as 'DeiT-T 1024'; others keep their rows")
     parser.add_argument("--seconds", type=float, default=5.0, help="for each candidate")
     arguments = parser.parse_args()
     keeps = [float(keep) for keep in arguments.keep.split(",")]
     student, images = student_and_images(49, 1 / 49)
     models = {"DeiT-T": student, "DeiT-S": doubled(student, images)}
-    rows: list[dict[str, Any]] = []
+    path = machine_results() / "cells-models.csv"
+    rows: list[dict[str, Any]] = [row for row in read_csv(path) if not _case(row).startswith(arguments.only)]
     types: list[str] = arguments.types.split(",")
     for (name, pixels, batch), dtype in itertools.product(CASES, types):
+        if not f"{name} {pixels}".startswith(arguments.only):
+            continue
         shown = resized(models[name], images[:batch], pixels).to(getattr(torch, dtype))
         dense = sp.restore(models[name]).to(getattr(torch, dtype))
         for threads, train in itertools.product(map(int, arguments.threads.split(",")), (False, True)):
@@ -111,7 +119,7 @@ def main() -> None:
                     f"{row['speed_up']:.2f}x ({row['speed_up_median']:.2f}x) of {row['ceiling']:.2f}x at most",
                     flush=True,
                 )
-            write_csv(rows, machine_results() / "cells-models.csv")
+            write_csv(rows, path)
 
 
 if __name__ == "__main__":
