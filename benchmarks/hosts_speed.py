@@ -34,10 +34,9 @@ def dinov3() -> tuple[nn.Module, torch.Tensor]:
 def depth_anything() -> tuple[nn.Module, torch.Tensor]:
     from transformers import DepthAnythingConfig, DepthAnythingForDepthEstimation, Dinov2Config
 
-    backbone = Dinov2Config(
-        hidden_size=384, num_attention_heads=6, num_hidden_layers=12, patch_size=14, image_size=518,
-        out_features=["stage3", "stage6", "stage9", "stage12"], reshape_hidden_states=False, apply_layernorm=True,
-    )  # fmt: skip
+    shape: dict[str, Any] = {"hidden_size": 384, "num_attention_heads": 6, "patch_size": 14, "image_size": 518}
+    shape |= {"out_features": ["stage3", "stage6", "stage9", "stage12"], "reshape_hidden_states": False}
+    backbone = Dinov2Config(num_hidden_layers=12, apply_layernorm=True, **shape)
     config = DepthAnythingConfig(backbone_config=backbone, patch_size=14, reassemble_hidden_size=384)
     return DepthAnythingForDepthEstimation(config), torch.randn(1, 3, 518, 518)
 
