@@ -159,9 +159,7 @@ def attend(grid, dim, landmarks, prefix, tile, bias=False, **kind: bool) -> Case
     some = torch.rand(BATCH, HEADS, n - prefix, 5, generator=generator)
     basis = torch.rand(HEADS, 5, n, generator=generator)
     lists, counts = reference.select(some.double(), basis.double(), members, n // 3, 0.0, 0.0, prefix)
-    shared = (
-        members.shape[1] > 1 and not bias
-    )  # keys have a bias where cells are opened, and there no query adds itself
+    shared = members.shape[1] > 1
     connectivity = Connectivity(lists, counts, members, num_tokens=n, num_prefix=prefix, adds_self=shared)
     # Estimates of well under the whole: where what was dropped is 0 or 1 its slope hangs on rounding.
     coefficients = torch.rand(BATCH, HEADS, n - prefix, landmarks, generator=generator) / max(1, landmarks)
